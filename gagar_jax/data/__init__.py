@@ -1,0 +1,1 @@
+"""From texts and trajectories to arrays: tokenizer, task order, packed batches. NumPy only, no jax."""

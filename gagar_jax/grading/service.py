@@ -1,0 +1,362 @@
+"""Grading beside the rollouts: groups in as they complete, coefficients out when the train step asks.
+
+The trainer's side is NumPy only and never raises: whatever goes wrong with a group makes it ungraded
+(binary GRPO), counted by cause and logged. Judging is the grader's, arithmetic `rubric`'s.
+
+Threads are daemons of our own: a thread pool of the standard library is joined when the interpreter
+exits, and a grader that hangs would keep a finished run from ending.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from gagar_jax.grading import rubric
+from gagar_jax.grading.breaker import Breaker
+from gagar_jax.grading.facts import trajectory_facts
+from gagar_jax.grading.verdict import VoidVerdict, validate
+from gagar_jax.types import Grade, Group, GroupVerdict, Ungraded, to_json
+
+_log = logging.getLogger(__name__)
+
+_INELIGIBLE = (Ungraded.DROPPED, Ungraded.ONE_PASSED, Ungraded.IDENTICAL, Ungraded.DISABLED)
+_PENDING, _RUNNING, _DONE = "pending", "running", "done"
+
+
+class Grader(Protocol):
+    """Anything that judges a whole group. It is called from several threads at once."""
+
+    def grade(self, group: Group) -> GroupVerdict: ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """One submitted group. `cause` None and `stage` done means graded."""
+
+    group: Group
+    stage: str = _PENDING
+    cause: Ungraded | None = None
+    detail: str = ""
+    verdict: GroupVerdict | None = None
+    grades: dict[int, Grade] = dataclasses.field(default_factory=dict)
+    redeemed: bool = False
+    grade_s: float | None = None
+    wait_s: float = 0.0
+
+    @property
+    def graded(self) -> bool:
+        return self.stage == _DONE and self.cause is None
+
+    @property
+    def settled(self) -> bool:
+        return self.stage == _DONE or self.redeemed
+
+    def __str__(self) -> str:
+        return f"group {self.group.group} ({self.group.task.get('instance_id', 'task without id')})"
+
+
+def eligibility(group: Group) -> Ungraded | None:
+    """Why a group has nothing to rank, from its valid members; None when it should be graded."""
+    valid = [t for t in group.trajectories if t.valid]
+    passed = [t for t in valid if t.passed]
+    if not passed or len(passed) == len(valid):
+        return Ungraded.DROPPED
+    if len(passed) == 1:
+        return Ungraded.ONE_PASSED
+    if len({t.patch for t in passed}) == 1:
+        return Ungraded.IDENTICAL
+    return None
+
+
+class GradingService:
+    """Grades complete groups in the background and hands out what is ready by a deadline.
+
+    With a deterministic grader and a deadline that is never reached, results do not depend on timing.
+
+    Args:
+      grader: judges one group a call.
+      concurrency: groups judged at once. A grader call that its batch no longer waits for gives its
+        place up; until then a hanging call keeps one of the places.
+      deadline_s: seconds `redeem` may wait, once for a whole batch.
+      mode: the run's redistribution mode; with "none" nothing is graded.
+      tier1_best, tier1_rest, tier2_best, tier2_worst, tier3: see `rubric.coefficients`.
+      breaker_window, breaker_threshold, breaker_cooldown_s: see `Breaker`.
+    """
+
+    def __init__(
+        self,
+        grader: Grader,
+        *,
+        concurrency: int,
+        deadline_s: float,
+        mode: Literal["none", "downweight", "sum_preserving"],
+        tier1_best: float,
+        tier1_rest: float,
+        tier2_best: float,
+        tier2_worst: float,
+        tier3: float,
+        breaker_window: int,
+        breaker_threshold: float,
+        breaker_cooldown_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._grader = grader
+        self._deadline_s = deadline_s
+        self._mode = mode
+        self._tiers = {
+            "tier1_best": tier1_best,
+            "tier1_rest": tier1_rest,
+            "tier2_best": tier2_best,
+            "tier2_worst": tier2_worst,
+            "tier3": tier3,
+        }
+        self._breaker = Breaker(
+            window=breaker_window, threshold=breaker_threshold, cooldown_s=breaker_cooldown_s, clock=clock
+        )
+        self._jobs: dict[int, _Job] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._changed = threading.Condition()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._workers = 0
+        for _ in range(concurrency):
+            self._start_worker()
+
+    # ---- the rollout's side ----------------------------------------------------------------------------------
+
+    def submit(self, group: Group) -> None:
+        """Takes a complete group; returns at once. Submitting one again (after a resume) grades it again."""
+        job = _Job(group)
+        cause = Ungraded.DISABLED if self._mode == "none" else eligibility(group)
+        with self._changed:
+            self._jobs[group.group] = job
+            if cause is not None:
+                self._settle(job, cause)
+        if cause is None:
+            self._queue.put(job)
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """Drops what is held of these groups; unknown ones are ignored. A call under way is abandoned."""
+        with self._changed:
+            for group in groups:
+                job = self._jobs.pop(group, None)
+                if job is not None and not job.settled:
+                    self._give_up(job, "forgotten before its verdict came")
+
+    def close(self) -> None:
+        """Lets idle workers end. Calls under way are not waited for."""
+        with self._changed:
+            for _ in range(self._workers):
+                self._queue.put(None)
+
+    # ---- the workers -----------------------------------------------------------------------------------------
+
+    def _start_worker(self) -> None:
+        self._workers += 1
+        threading.Thread(target=self._work, name="grading", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._changed:
+                if job.settled:
+                    continue  # its batch went on without it
+                if not self._breaker.allow():
+                    self._settle(job, Ungraded.CIRCUIT_OPEN)
+                    continue
+                job.stage = _RUNNING
+            self._grade(job)
+            with self._changed:
+                if job.redeemed:
+                    return  # this worker's place was given to another while the call hung
+        with self._changed:
+            self._workers -= 1
+
+    def _grade(self, job: _Job) -> None:
+        start = time.monotonic()
+        cause, detail, dropped = None, "", 0
+        verdict, grades = None, {}
+        try:
+            verdict, dropped = validate(self._grader.grade(job.group), job.group)
+            entries = {
+                c.member: (c.scores, c.flags) for c in verdict.candidates if c.member not in verdict.external
+            }
+            grades = rubric.coefficients(entries, **self._tiers)
+        except VoidVerdict as void:
+            cause, detail = Ungraded.VOID, void.reason
+            _log.warning("grading: the verdict on %s is void: %s", job, void.reason)
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a grader raises costs its group the grade, not the run
+            cause, detail = Ungraded.ERROR, f"{type(error).__name__}: {error}"
+            _log.exception("grading: the grader failed on %s", job)
+        with self._changed:
+            job.grade_s = time.monotonic() - start
+            job.verdict = verdict
+            self._counts["dropped_claims"] += dropped
+            if job.redeemed:
+                self._counts["late_arrivals"] += 1
+                job.detail = f"arrived after {job.grade_s:.1f} s{', ' + detail if detail else ''}"
+                job.stage = _DONE
+                _log.warning("grading: the verdict on %s came too late to be used (%.1f s)", job, job.grade_s)
+                return
+            job.grades = grades
+            self._breaker.result(failed=cause is not None)
+            self._settle(job, cause, detail)
+
+    def _settle(self, job: _Job, cause: Ungraded | None, detail: str = "") -> None:
+        """Ends a job; the lock is held."""
+        job.cause, job.detail = cause, detail
+        job.stage = _DONE
+        self._counts[cause.value if cause else "graded"] += 1
+        self._changed.notify_all()
+
+    def _give_up(self, job: _Job, detail: str) -> None:
+        """Marks an unsettled job late and frees its worker's place; the lock is held."""
+        was_running = job.stage == _RUNNING
+        job.redeemed, job.cause, job.detail = True, Ungraded.LATE, detail
+        self._counts[Ungraded.LATE.value] += 1
+        _log.warning("grading: no verdict on %s: %s", job, detail)
+        if was_running:
+            self._breaker.result(failed=True)
+            self._workers -= 1
+            self._start_worker()
+
+    # ---- the train step's side -------------------------------------------------------------------------------
+
+    def redeem(
+        self, group_ticket_N: np.ndarray, member_N: np.ndarray, group_ticket_G: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the verdicts make of one batch, waiting at most `deadline_s` for all of it. Never raises.
+
+        Asking again for the same groups gives the same answer at once. Rows and groups of id −1 are padding.
+
+        Args:
+          group_ticket_N, member_N: [N] int, each trajectory's ticket.
+          group_ticket_G: [G] int, the batch's groups.
+
+        Returns:
+          (quality_N float32 in (0, 1], 1 where there is no grade; external_N int32 0/1; graded_G int32
+          0/1).
+        """
+        quality_N = np.ones(np.shape(group_ticket_N), np.float32)
+        external_N = np.zeros(np.shape(group_ticket_N), np.int32)
+        graded_G = np.zeros(np.shape(group_ticket_G), np.int32)
+        try:
+            jobs = self._collect({int(g) for g in np.asarray(group_ticket_G) if g >= 0})
+            quality, external = quality_N.copy(), external_N.copy()
+            for i, (group, member) in enumerate(
+                zip(np.asarray(group_ticket_N), np.asarray(member_N), strict=True)
+            ):
+                job = jobs.get(int(group))
+                if job is not None and job.verdict is not None:
+                    external[i] = int(member) in job.verdict.external
+                    if int(member) in job.grades:
+                        quality[i] = job.grades[int(member)].quality
+            graded = np.asarray([int(g) in jobs for g in np.asarray(group_ticket_G)], np.int32)
+        except Exception:  # raising here would end the compiled step, and the run with it
+            _log.exception("grading: redeeming a batch failed; it is trained ungraded")
+            with self._changed:
+                self._counts["redeem_failures"] += 1
+            return quality_N, external_N, graded_G
+        return quality, external, graded.reshape(graded_G.shape)
+
+    def _collect(self, groups: set[int]) -> dict[int, _Job]:
+        """The graded jobs among `groups`, after waiting for those under way."""
+        start = time.monotonic()
+        with self._changed:
+            for group in sorted(groups - self._jobs.keys()):
+                _log.error("grading: group %d is to be redeemed but was never submitted", group)
+                self._counts["unsubmitted"] += 1
+            jobs = {g: self._jobs[g] for g in sorted(groups & self._jobs.keys())}
+            fresh = [j for j in jobs.values() if not j.redeemed]
+            self._changed.wait_for(lambda: all(j.settled for j in fresh), timeout=self._deadline_s)
+            waited = time.monotonic() - start
+            for job in fresh:
+                job.wait_s = waited
+                if not job.settled:
+                    self._give_up(job, f"not there after waiting {waited:.2f} s")
+                job.redeemed = True
+            return {g: j for g, j in jobs.items() if j.graded}
+
+    # ---- what the run folder and the metrics show ------------------------------------------------------------
+
+    def record(self, group_id: int) -> dict[str, Any] | None:
+        """All that is known of a group, JSON-ready; None for one that was never submitted or is forgotten.
+
+        Returns:
+          {"group", "instance_id", "graded", "cause", "detail", "grader", "grade_s", "external", "members"};
+          "members" maps the member (as text) to {"facts", "verdict", "tier", "rank", "quality"}, facts null
+          where they cannot be computed.
+        """
+        with self._changed:
+            job = self._jobs.get(group_id)
+            if job is None:
+                return None
+            verdict, grades, graded = job.verdict, dict(job.grades), job.graded
+            shown = {"graded": graded, "cause": job.cause, "detail": job.detail, "grade_s": job.grade_s}
+        judged = {c.member: c for c in verdict.candidates} if verdict else {}
+        members = {}
+        for trajectory in job.group.trajectories:
+            member = trajectory.ticket.member
+            grade = grades.get(member) if graded else None
+            try:
+                facts = trajectory_facts(trajectory, job.group.base_files)
+            except ValueError as error:  # a failed or invalid member may hold anything
+                _log.warning("grading: no facts: %s", error)
+                facts = None
+            members[str(member)] = {
+                "facts": to_json(facts) | {"patch_lines": facts.patch_lines} if facts else None,
+                "verdict": to_json(judged.get(member)),
+                "tier": grade.tier if grade else None,
+                "rank": grade.rank if grade else None,
+                "quality": grade.quality if grade else 1.0,
+            }
+        return {
+            "group": group_id,
+            "instance_id": job.group.task.get("instance_id"),
+            **to_json(shown),
+            "grader": verdict.grader if verdict else None,
+            "external": to_json(verdict.external) if verdict else {},
+            "members": members,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Since the start: graded, each cause of `Ungraded`, late_arrivals, dropped_claims, and faults."""
+        names = ("graded", *Ungraded, "late_arrivals", "dropped_claims", "unsubmitted", "redeem_failures")
+        with self._changed:
+            return {str(name): self._counts[str(name)] for name in names}
+
+    def metrics(self, group_tickets: Sequence[int]) -> dict[str, float]:
+        """One step's numbers, over these groups; a mean or share of nothing is NaN.
+
+        Returns:
+          tier1_share (of graded passed members), graded_share (of groups with something to rank),
+          ungraded_<cause> (groups), grade_wait_s (what the train step waited), grade_s_mean (seconds a call).
+        """
+        with self._changed:
+            jobs = [self._jobs[int(g)] for g in group_tickets if int(g) in self._jobs]
+            causes = collections.Counter(j.cause for j in jobs if j.stage == _DONE or j.redeemed)
+            tiers = [grade.tier for j in jobs if j.graded for grade in j.grades.values()]
+            eligible = [j for j in jobs if j.cause not in _INELIGIBLE]
+            seconds = [j.grade_s for j in jobs if j.grade_s is not None]
+            return {
+                "tier1_share": _mean([t == 1 for t in tiers]),
+                "graded_share": _mean([j.graded for j in eligible]),
+                **{f"ungraded_{cause.value}": float(causes[cause]) for cause in Ungraded},
+                "grade_wait_s": max((j.wait_s for j in jobs), default=0.0),
+                "grade_s_mean": _mean(seconds),
+            }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

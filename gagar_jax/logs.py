@@ -1,0 +1,65 @@
+"""Where Python's logging goes during a command: log.txt in the run folder, and warnings to the screen."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class LogFile(logging.FileHandler):
+    """log.txt. A full disk ends the log, says so once on the screen, and does not end the run."""
+
+    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._say = say
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self.level <= logging.CRITICAL:
+            self.setLevel(logging.CRITICAL + 1)
+            self._say(f"{self.baseFilename} is not written any more: {error}")
+
+
+class ScreenHandler(logging.Handler):
+    """Warnings and errors as lines on the screen."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logging_to(run_dir: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Routes the root logger while a command runs, and undoes it.
+
+    Args:
+      run_dir: gets log.txt, with everything from INFO up; None for no file.
+      say: shows a line to the person; gets everything from WARNING up.
+    """
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = [ScreenHandler(say)]
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handlers.append(LogFile(run_dir / "log.txt", say))
+    level = root.level
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

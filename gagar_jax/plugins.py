@@ -1,0 +1,60 @@
+"""Finds the package that prepares an environment, by Gymnasium id. Environments themselves live elsewhere.
+
+A package declares its plugin in its metadata, so that gagar_jax imports no environment by name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import NamedTuple, Protocol, cast, runtime_checkable
+
+from gagar_jax.types import EnvironmentPlugin, UserError
+
+GROUP = "gagar_jax.environments"
+
+
+class UnknownEnvironment(UserError):
+    """No installed package declares a plugin for the environment id."""
+
+
+class Check(NamedTuple):
+    """One line of `gagar doctor`."""
+
+    name: str
+    ok: bool | None  # False: a must is missing; None: something good to have is missing
+    text: str  # what was found, and what to do if it is not enough
+
+
+@runtime_checkable
+class Diagnosable(Protocol):
+    """A plugin that can say what this machine has for its environment. Optional."""
+
+    def doctor(self) -> list[tuple[str, bool | None, str]]:
+        """Rows of name, ok and text, as in `Check`."""
+        ...
+
+
+def environment_ids() -> list[str]:
+    """The ids that installed packages declare, sorted."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+
+
+def environment_plugin(env_id: str) -> EnvironmentPlugin:
+    """The plugin that prepares tasks for an environment.
+
+    Args:
+      env_id: what `gymnasium.make` takes, e.g. "envs:gagar/CodeRepair-v0".
+
+    Raises:
+      UnknownEnvironment: nothing installed declares it; the message says what to install or to correct.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        if entry.name == env_id:
+            return cast(EnvironmentPlugin, entry.load())
+    known = environment_ids()
+    raise UnknownEnvironment(
+        f"env.id: no installed package prepares the environment {env_id!r}. "
+        + (f"Installed: {', '.join(known)}. " if known else f"No package declares any in {GROUP!r}. ")
+        + "The built-in ones come with gagar-jax itself (pip install -e . in a clone, or make env); "
+        f"for your own, declare it under the entry-point group {GROUP!r} of your package and install that."
+    )

@@ -1,0 +1,371 @@
+"""The train step: one compiled, sharded program from a packed batch to new parameters.
+
+Verdicts are redeemed from the host inside it, group statistics and advantages follow, then gradients are
+added up over microbatches and divided once by the batch's own count, so that no split of the batch (into
+microbatches or over devices) changes the result. The supervised warm start shares all but the first part.
+The arithmetic is in algo/, the forward pass in model/, what a batch holds in data/packing.py.
+
+A step in which no token has weight, or whose gradient is not finite, changes neither parameters nor
+optimizer, says so in `update_applied` and still counts as a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import io_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gagar_jax.algo import loss as losses
+from gagar_jax.algo.advantage import GroupAdvantages, group_advantages
+from gagar_jax.algo.logprob import token_logprobs
+from gagar_jax.config import Config
+from gagar_jax.data.packing import Rows, TrainBatch
+from gagar_jax.model import sharding
+from gagar_jax.model.transformer import Transformer, forward
+from gagar_jax.train.state import (
+    TrainState,
+    learning_rate,
+    make_optimizer,
+    state_shardings,
+    updates_applied,
+)
+
+Graph = nnx.GraphDef[Transformer]
+Metrics = dict[str, jax.Array]
+
+Redeem = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+"""(ticket_N, member_N, ticket_G) → (quality_N float32, external_N int32, graded_G int32).
+
+Runs on the host in the middle of the step: NumPy only, no jax, no exceptions. It may wait, bounded.
+"""
+
+
+class Credit(NamedTuple):
+    """What each trajectory and group of the batch came to, for the run folder."""
+
+    advantage_N: jax.Array
+    quality_N: jax.Array
+    external_N: jax.Array  # bool
+    kept_G: jax.Array  # bool
+    graded_G: jax.Array  # bool
+    scale_G: jax.Array
+    capped_G: jax.Array  # bool
+
+
+class _LossRows(NamedTuple):
+    """Rows with what the loss needs at position t to judge its prediction of token t + 1."""
+
+    tokens_BT: jax.Array
+    position_BT: jax.Array
+    segment_BT: jax.Array
+    target_BT: jax.Array
+    weight_BT: jax.Array
+    behaviour_BT: jax.Array
+    advantage_BT: jax.Array
+    fresh_BT: jax.Array
+
+
+class _Sums(NamedTuple):
+    loss: losses.LossSums
+    gap_max: jax.Array  # |log π − log μ| over fresh tokens
+
+    def __add__(self, other: _Sums) -> _Sums:  # type: ignore[override]
+        return _Sums(losses.add(self.loss, other.loss), jnp.maximum(self.gap_max, other.gap_max))
+
+
+LossFn = Callable[[nnx.State, _LossRows], tuple[jax.Array, _Sums]]
+
+
+def make_train_step(
+    config: Config, graph: Graph, mesh: Mesh, redeem: Redeem
+) -> Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics, Credit]]:
+    """The reinforcement-learning step, compiled once for every shape of batch.
+
+    Args:
+      config: `train`, `rollout.temperature` and `model` are read.
+      graph: the model's static part, from `transformer.create` or `abstract`.
+      mesh: rows are split over its "data" axis, weights as the table in sharding.py says.
+      redeem: asked once a step for the batch's verdicts.
+
+    Returns:
+      A jitted (state, batch) → (state, metrics, credit). The state is donated. Metrics are float32 scalars.
+
+    Raises:
+      ValueError (when called): the batch's rows do not divide into microbatches, or those over the mesh.
+    """
+    settings = config.train
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    schedule = learning_rate(settings.optimizer, settings.steps)
+
+    def policy_loss(params: nnx.State, rows: _LossRows) -> tuple[jax.Array, _Sums]:
+        logprob_BT, entropy_BT = _predict(
+            graph,
+            params,
+            rows,
+            temperature=config.rollout.temperature,
+            chunk_tokens=settings.vocab_chunk_tokens,
+            entropy_gradient=settings.entropy_coef > 0,
+        )
+        sums = losses.policy_loss(
+            logprob_BT,
+            rows.behaviour_BT,
+            rows.advantage_BT,
+            rows.weight_BT,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            entropy_BT=entropy_BT,
+        )
+        gap = jnp.abs(jax.lax.stop_gradient(logprob_BT) - rows.behaviour_BT)
+        gap_max = jnp.max(jnp.where(rows.fresh_BT, gap, 0.0))
+        return sums.loss - settings.entropy_coef * sums.entropy, _Sums(sums, gap_max)
+
+    def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics, Credit]:
+        with jax.named_scope("redeem"):
+            quality_N, external_N, graded_G = _redeem(redeem, batch)
+        with jax.named_scope("advantages"):
+            advantages = group_advantages(
+                batch.reward_N,
+                batch.passed_N,
+                quality_N,
+                batch.group_id_N,
+                batch.valid_N,
+                external_N,
+                graded_G,
+                num_groups=batch.ticket_G.shape[0],
+                mode=settings.mode,
+                lambda_max=settings.lambda_max,
+            )
+        rows = _policy_rows(batch, advantages, state.step)
+        sums, grads = _accumulate(policy_loss, state.params, rows, settings.microbatch_rows, mesh)
+        new_state, update = _update(optimizer, schedule, state, grads, sums.loss.weight)
+        credit = Credit(
+            advantages.advantage_N,
+            quality_N,
+            external_N,
+            advantages.kept_G,
+            graded_G,
+            advantages.scale_G,
+            advantages.capped_G,
+        )
+        return new_state, _token_metrics(sums) | _group_metrics(batch, advantages, graded_G) | update, credit
+
+    shardings = state_shardings(config.model, optimizer, mesh)
+    everywhere = sharding.named(mesh)
+    in_batch = TrainBatch(
+        **{
+            name: sharding.named(mesh, "batch", "tokens") if name.endswith("_BT") else everywhere
+            for name in TrainBatch._fields
+        }
+    )
+    return jax.jit(
+        step,
+        in_shardings=(shardings, in_batch),
+        out_shardings=(shardings, everywhere, everywhere),
+        donate_argnums=0,
+    )
+
+
+def make_sft_step(
+    config: Config, graph: Graph, mesh: Mesh
+) -> Callable[[TrainState, Rows], tuple[TrainState, Metrics]]:
+    """The supervised step: mean negative log-likelihood, in nats, of the tokens whose mask is 1.
+
+    Args and result as for `make_train_step`; `sft` and `model` of the settings are read, and the batch is
+    one microbatch. Metrics: nll, entropy, loss_tokens, grad_norm, lr, update_applied.
+    """
+    optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
+    schedule = learning_rate(config.sft.optimizer, config.sft.steps)
+
+    def supervised_loss(params: nnx.State, rows: _LossRows) -> tuple[jax.Array, _Sums]:
+        logprob_BT, entropy_BT = _predict(
+            graph,
+            params,
+            rows,
+            temperature=1.0,
+            chunk_tokens=config.train.vocab_chunk_tokens,
+            entropy_gradient=False,
+        )
+        total = -jnp.sum(rows.weight_BT * logprob_BT)
+        sums = losses.zero_sums()._replace(
+            loss=total, weight=jnp.sum(rows.weight_BT), entropy=jnp.sum(rows.weight_BT * entropy_BT)
+        )
+        return total, _Sums(sums, jnp.zeros((), jnp.float32))
+
+    def step(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
+        weight_BT = _ahead(batch.loss_mask_BT).astype(jnp.float32)
+        nothing = jnp.zeros_like(weight_BT)
+        rows = _LossRows(
+            batch.tokens_BT,
+            batch.position_BT,
+            batch.segment_BT,
+            target_BT=_ahead(batch.tokens_BT),
+            weight_BT=weight_BT,
+            behaviour_BT=nothing,
+            advantage_BT=nothing,
+            fresh_BT=nothing > 0,
+        )
+        sums, grads = _accumulate(supervised_loss, state.params, rows, batch.tokens_BT.shape[0], mesh)
+        new_state, update = _update(optimizer, schedule, state, grads, sums.loss.weight)
+        metrics = {
+            "nll": losses.mean(sums.loss.loss, sums.loss.weight),
+            "entropy": losses.mean(sums.loss.entropy, sums.loss.weight),
+            "loss_tokens": sums.loss.weight,
+        }
+        return new_state, metrics | update
+
+    shardings = state_shardings(config.model, optimizer, mesh)
+    by_row = sharding.named(mesh, "batch", "tokens")
+    return jax.jit(
+        step,
+        in_shardings=(shardings, by_row),
+        out_shardings=(shardings, sharding.named(mesh)),
+        donate_argnums=0,
+    )
+
+
+def _redeem(redeem: Redeem, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The verdicts of this batch from the host: (quality_N, external_N bool, graded_G bool)."""
+    N, G = batch.ticket_N.shape[0], batch.ticket_G.shape[0]
+    # Integers, not bools, and no scalars: what a callback inside a sharded program may return.
+    shapes = (
+        jax.ShapeDtypeStruct((N,), jnp.float32),
+        jax.ShapeDtypeStruct((N,), jnp.int32),
+        jax.ShapeDtypeStruct((G,), jnp.int32),
+    )
+
+    def call(ticket_N: Any, member_N: Any, ticket_G: Any) -> tuple[np.ndarray, ...]:
+        answer = redeem(np.asarray(ticket_N), np.asarray(member_N), np.asarray(ticket_G))
+        return tuple(np.asarray(a, s.dtype) for a, s in zip(answer, shapes, strict=True))
+
+    quality_N, external_N, graded_G = io_callback(call, shapes, batch.ticket_N, batch.member_N, batch.ticket_G)
+    return quality_N, external_N != 0, graded_G != 0
+
+
+def _ahead(x_BT: jax.Array) -> jax.Array:
+    """x[b, t + 1] at [b, t], and 0 in the last column: what position t predicts."""
+    return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))
+
+
+def _policy_rows(batch: TrainBatch, advantages: GroupAdvantages, step: jax.Array) -> _LossRows:
+    advantage_BT, mask_BT = losses.fan_out(advantages, batch.trajectory_id_BT, batch.loss_mask_BT)
+    weight_BT = losses.token_weights(
+        mask_BT, batch.trajectory_id_BT, batch.group_id_N, num_groups=batch.ticket_G.shape[0]
+    )
+    return _LossRows(
+        batch.tokens_BT,
+        batch.position_BT,
+        batch.segment_BT,
+        target_BT=_ahead(batch.tokens_BT),
+        weight_BT=_ahead(weight_BT),
+        behaviour_BT=_ahead(batch.sampler_logprob_BT),
+        advantage_BT=_ahead(advantage_BT),
+        fresh_BT=_ahead(mask_BT & (batch.version_BT == step)),
+    )
+
+
+def _predict(
+    graph: Graph, params: nnx.State, rows: _LossRows, **settings: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(log π of each next token, entropy of its distribution), [B, T] float32."""
+    model = nnx.merge(graph, params)
+    hidden_BTD = forward(model, rows.tokens_BT, rows.position_BT, rows.segment_BT)
+    with jax.named_scope("logprobs"):
+        return token_logprobs(hidden_BTD, model.unembedding(), rows.target_BT, **settings)
+
+
+def _accumulate(
+    loss_fn: LossFn, params: nnx.State, rows: _LossRows, microbatch_rows: int, mesh: Mesh
+) -> tuple[_Sums, nnx.State]:
+    """Sums of the loss and of its gradient over all rows, `microbatch_rows` at a time.
+
+    Microbatches without a token of weight (padding up to the bucket, dropped groups) cost nothing.
+    """
+    total, shards = rows.tokens_BT.shape[0], mesh.shape["data"]
+    size = min(microbatch_rows, total)
+    if total % size or size % shards:
+        raise ValueError(
+            f"{total} rows in microbatches of {size} over {shards} devices (mesh.data): each must divide the one "
+            "before it; change train.row_bucket or train.microbatch_rows"
+        )
+    split = NamedSharding(mesh, PartitionSpec(None, "data"))
+
+    def microbatches(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x.reshape(total // size, size, *x.shape[1:]), split)
+
+    def add(carry: tuple[_Sums, nnx.State], part: _LossRows) -> tuple[tuple[_Sums, nnx.State], None]:
+        def run() -> tuple[_Sums, nnx.State]:
+            (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
+            return carry[0] + sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[1], grads)
+
+        return jax.lax.cond(jnp.any(part.weight_BT > 0), run, lambda: carry), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    start = (_Sums(losses.zero_sums(), jnp.zeros((), jnp.float32)), zeros)
+    (sums, grads), _ = jax.lax.scan(add, start, jax.tree.map(microbatches, rows))
+    return sums, grads
+
+
+def _update(
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    state: TrainState,
+    grad_sums: nnx.State,
+    weight: jax.Array,
+) -> tuple[TrainState, Metrics]:
+    """Divides once, then applies the optimizer; with no weight, or no finite gradient, changes nothing."""
+    with jax.named_scope("update"):
+        grads = jax.tree.map(lambda g, p: losses.mean(g, weight).astype(p.dtype), grad_sums, state.params)
+        grad_norm = optax.tree.norm(grads)
+        applied = (weight > 0) & jnp.isfinite(grad_norm)
+
+        def apply() -> tuple[nnx.State, optax.OptState]:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            return optax.apply_updates(state.params, updates), opt_state
+
+        params, opt_state = jax.lax.cond(applied, apply, lambda: (state.params, state.opt_state))
+    metrics = {
+        "grad_norm": grad_norm,
+        "lr": jnp.asarray(schedule(updates_applied(state.opt_state)), jnp.float32),
+        "update_applied": applied.astype(jnp.float32),
+    }
+    return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def _token_metrics(sums: _Sums) -> Metrics:
+    """Means over the tokens in the loss; maxima over the same tokens."""
+    total = sums.loss
+    return {
+        "pg_loss": losses.mean(total.loss, total.weight),
+        "entropy": losses.mean(total.entropy, total.weight),
+        "clip_fraction": losses.mean(total.clipped, total.weight),
+        "kl": losses.mean(total.kl, total.weight),
+        "ratio_mean": losses.mean(total.ratio, total.weight),
+        "ratio_max": total.ratio_max,
+        "logprob_gap_max": sums.gap_max,
+        "loss_tokens": total.weight,
+    }
+
+
+def _group_metrics(batch: TrainBatch, advantages: GroupAdvantages, graded_G: jax.Array) -> Metrics:
+    """Counts of groups; scale and cap over the kept groups that have a verdict."""
+
+    def count(x: jax.Array) -> jax.Array:
+        return jnp.sum(x.astype(jnp.float32))
+
+    kept_G, graded_G = advantages.kept_G, graded_G & advantages.kept_G
+    return {
+        "pass_rate": losses.mean(count(batch.passed_N & batch.valid_N), count(batch.valid_N)),
+        "kept_groups": count(kept_G),
+        "dropped_groups": count(~kept_G & (batch.ticket_G >= 0)),
+        "graded_groups": count(graded_G),
+        "redistributed_groups": count(kept_G & (advantages.deficit_G > 0)),
+        "scale_mean": losses.mean(jnp.sum(jnp.where(graded_G, advantages.scale_G, 0.0)), count(graded_G)),
+        "capped_share": losses.mean(count(advantages.capped_G), count(graded_G)),
+    }
