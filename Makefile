@@ -10,27 +10,32 @@ PYTHON  ?= python3
 VENV    ?= .venv
 CONFIG  ?= configs/pocket.yaml
 ARGS    ?=
-EXTRAS  ?= test
 
-comma   := ,
 BIN     := $(VENV)/bin
-STAMP   := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+RUN     := $(VENV)/.installed
+CHECK   := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help env train smoke test lint format types doctor bubblewrap clean
+.PHONY: help env train smoke test lint format types doctor hooks bubblewrap clean
 
 help:  ## say what each target does
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "gagar needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
 	       "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Making the environment in $(VENV); the first time this takes a few minutes ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' -c constraints.txt
+	$(PIP) -e .
 	@touch $@
 
-env: $(STAMP)  ## make the environment (.venv) with pinned versions
+$(CHECK): $(RUN)
+	$(PIP) -e '.[test]'
+	@touch $@
+
+env: $(CHECK)  ## make the environment (.venv) with pinned versions, tests' tools included
 
 # Never fails: without bubblewrap the run falls back to Linux namespaces, and `gagar doctor` says so.
 bubblewrap:
@@ -45,28 +50,32 @@ bubblewrap:
 	       timeout 120 $$as_root apt-get install -y -qq bubblewrap >/dev/null 2>&1; } \
 	  || echo "bubblewrap could not be installed; going on without it."
 
-train: $(STAMP) bubblewrap  ## environment, then the main job: CONFIG=configs/pocket.yaml ARGS='--seed 1'
+train: $(RUN) bubblewrap  ## environment, then the main job: CONFIG=configs/pocket.yaml ARGS='--seed 1'
 	$(BIN)/gagar train $(CONFIG) $(ARGS)
 
-smoke: $(STAMP) bubblewrap  ## environment, then the whole pipeline in about a minute
+smoke: $(RUN) bubblewrap  ## environment, then the whole pipeline in about a minute
 	$(BIN)/gagar train configs/smoke.yaml $(ARGS)
 
-test: $(STAMP) bubblewrap lint types  ## environment, then lint, type-check and every test
+test: $(CHECK) bubblewrap lint types  ## environment, then lint, type-check and every test
 	$(BIN)/pytest $(ARGS)
 
-lint: $(STAMP)  ## ruff: rules and formatting
+lint: $(CHECK)  ## ruff: rules and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(STAMP)  ## rewrite files the way `make lint` wants them
+format: $(CHECK)  ## rewrite files the way `make lint` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMP)  ## mypy on the packages
+types: $(CHECK)  ## mypy on the packages
 	$(BIN)/mypy
 
-doctor: $(STAMP)  ## what this machine has and lacks
+doctor: $(RUN)  ## what this machine has and lacks
 	$(BIN)/gagar doctor
+
+hooks: $(CHECK)  ## run lint, types and the project's promises before each commit
+	$(PIP) -e '.[dev]'
+	$(BIN)/pre-commit install
 
 clean:  ## remove the environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

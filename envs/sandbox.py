@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from envs import seccomp
+from gagar_jax.types import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _TOOLS = {"bubblewrap": ("bwrap", "setpriv", "prlimit"), "none": ("prlimit",)}
 _TOOLS["namespaces"] = ("unshare", "mount", "umount", "pivot_root", "setpriv", "prlimit", "sh")
 
 
-class ConfinementError(RuntimeError):
+class ConfinementError(UserError):
     """No way to confine a command here; the message says what is missing and the remedy."""
 
 

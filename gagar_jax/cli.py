@@ -194,6 +194,8 @@ def _tasks_command(commands: _Commands[_Parser]) -> None:
 def _bench_command(commands: _Commands[_Parser]) -> None:
     from gagar_jax.bench import BENCHES
 
+    if not BENCHES:
+        return
     names = "\n".join(f"  {name:<12}{bench.brief}" for name, bench in BENCHES.items())
     parser = _command(
         commands,

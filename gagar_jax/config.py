@@ -121,6 +121,8 @@ class SftConfig(Section):
     """Share of demonstrations in the clean style; the rest is spread over the sloppy ones."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
     log_every: int = pydantic.Field(20, ge=1)
+    warm_start_from: Path | None = None
+    """Another run's folder, whose tokenizer and warm-started policy to take instead of training them."""
 
 
 class RolloutConfig(Section):

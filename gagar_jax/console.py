@@ -138,6 +138,7 @@ class Console:
         self._planned = list(phases)
         self._run_dir = run_dir
         self._phases: list[_Phase] = []
+        self._open: list[_Phase] = []  # innermost last
         self._message = ""
         self._values: dict[str, float] = {}
         self._trends: dict[str, deque[float]] = {}
@@ -166,7 +167,7 @@ class Console:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0, *, first: int = 0) -> Iterator[None]:
-        """One stage of the command.
+        """One stage of the command. Stages may nest: preparing one can be what another needs first.
 
         Args:
           name: as in `phases`, or a new one.
@@ -176,6 +177,7 @@ class Console:
         with self._lock:
             phase = _Phase(name, total, first, time.monotonic(), first)
             self._phases.append(phase)
+            self._open.append(phase)
             self._message, self._values, self._trends = "", {}, {}
             self._spoke = -PLAIN_EVERY_S
             if first:
@@ -185,6 +187,9 @@ class Console:
         except BaseException:
             self._line(phase, "stopped at")
             raise
+        finally:
+            with self._lock:
+                self._open.remove(phase)
         phase.ended = time.monotonic()
         self._line(phase, "done in " + clock(phase.ended - phase.started))
 
@@ -196,7 +201,7 @@ class Console:
         message: str = "",
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Says how far the current phase is.
+        """Says how far the innermost open phase is; outside any, where a late thread may be, does nothing.
 
         Args:
           done: steps finished, counted like the phase's `total`.
@@ -205,7 +210,9 @@ class Console:
           metrics: numbers by name; those in `HEADLINES` are shown with their trend.
         """
         with self._lock:
-            phase = self._phases[-1]
+            if not self._open:
+                return
+            phase = self._open[-1]
             phase.done = done
             phase.total = phase.total if total is None else total
             self._message = message or self._message
@@ -260,8 +267,8 @@ class Console:
             )
             grid.add_row(head)
             grid.add_row(self._steps(now))
-            if self._phases and self._phases[-1].ended is None:
-                grid.add_row(self._bar(self._phases[-1], now))
+            if self._open:
+                grid.add_row(self._bar(self._open[-1], now))
                 if self._values:
                     grid.add_row(self._numbers())
             return grid

@@ -124,8 +124,8 @@ class MetricsWriter:
         # Aside first: a crash between the two leaves lines in both files, never in neither.
         with writing(aside), aside.open("a") as file:
             file.writelines(moved)
-        os.close(self._file)
         write_atomic(self.path, "".join(kept))
+        os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         logger.info("moved %d lines of phase %r from step %d on to %s", len(moved), phase, step, aside)
         return len(moved)
@@ -156,11 +156,13 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes to the disk and closes. Nothing may be written afterwards."""
-        for events in self._events.values():
-            events.close()
-        with writing(self.path):
-            os.fsync(self._file)
-        os.close(self._file)
+        try:
+            with writing(self.path):
+                os.fsync(self._file)
+                for events in self._events.values():
+                    events.close()
+        finally:
+            os.close(self._file)
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -178,7 +180,9 @@ class MetricsWriter:
             return number
         if name not in self._told:
             self._told.add(name)
-            logger.warning("metric %s is %s: written as null (said once a run)", name, number)
+            # Not a number is a mean over nothing, and expected; an infinity is not.
+            level = logging.INFO if math.isnan(number) else logging.WARNING
+            logger.log(level, "metric %s is %s: written as null (said once a run)", name, number)
         return None
 
     def _write_events(self, step: int, phase: str, numbers: Mapping[str, float | int | None]) -> None:

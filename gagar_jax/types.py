@@ -225,7 +225,9 @@ class EnvironmentPlugin(Protocol):
     `progress(done, total, message)` is called often enough for a person to watch.
     """
 
-    def prepare(self, tasks: dict[str, Any], *, confinement: str, progress: Callable[[int, int, str], None]) -> Path:
+    def prepare(
+        self, tasks: dict[str, Any], *, confinement: str, progress: Callable[[int, int, str], None]
+    ) -> Path:
         """Builds the task folder (or returns the finished one) for a dumped `TasksConfig`."""
         ...
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gagar_jax import cli
+from gagar_jax.bench import BENCHES
 from gagar_jax.types import UserError
 
 Gagar = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -51,7 +52,8 @@ def test_help_is_quick_and_imports_no_jax(user_environment: dict[str, str]) -> N
 
 @pytest.mark.parametrize(
     "command",
-    [["train"], ["sft"], ["eval"], ["tasks"], ["tasks", "build"], ["tasks", "show"], ["bench"], ["doctor"]],
+    [["train"], ["sft"], ["eval"], ["tasks"], ["tasks", "build"], ["tasks", "show"], ["doctor"]]
+    + [["bench"]] * bool(BENCHES),
 )
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

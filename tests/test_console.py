@@ -112,6 +112,18 @@ def test_an_interrupted_phase_says_where() -> None:
     assert "RL stopped at 4" in stream.getvalue()
 
 
+def test_phases_may_nest() -> None:
+    stream = io.StringIO()
+    with Console("x", stream=stream) as console:
+        with console.phase("demonstrations", total=8):
+            with console.phase("tasks", total=5):
+                console.update(5)
+            console.update(3, message="playing")
+            assert [(p.name, p.done) for p in console._phases] == [("demonstrations", 3), ("tasks", 5)]
+        console.update(4)
+    assert stream.getvalue().count("done in") == 2
+
+
 def test_threads_may_report() -> None:
     stream = io.StringIO()
     with Console("x", stream=stream) as console, console.phase("RL", total=400):

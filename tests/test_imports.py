@@ -32,7 +32,9 @@ ALLOWED: dict[str, set[str]] = {
 }
 _BELOW_LOOP = set(ALLOWED)
 ALLOWED |= {
-    "loop": _BELOW_LOOP | {"loop"},
+    "run": _BELOW_LOOP,
+    "evaluation": _BELOW_LOOP | {"run"},
+    "loop": _BELOW_LOOP | {"run", "evaluation"},
     "cli": _BELOW_LOOP | {"loop"},
     "__main__": {"cli"},
     "__init__": set(),

@@ -18,7 +18,7 @@ LONG = 400
 
 # Spelt in pieces, so that this file does not contain what it looks for.
 LOCAL = [
-    r"(?<![\w.])/(?:ro" + r"ot|wo" + r"rk|ho" + r"me/\w+|Us" + r"ers/\w+)/",
+    r"(?<![\w.])/(?:ro" + r"ot|wo" + r"rk/(?:main|shared)|ho" + r"me/\w+|Us" + r"ers/\w+)/",
     r"py" + r"pi\.org|python" + r"hosted|npm" + r"js\.|hugging" + r"face\.co|conda\.anaconda",
     r"local" + r"host:\d{4}|\b(?:10|192\.168)(?:\.\d{1,3}){2,3}\b",
 ]
@@ -46,7 +46,7 @@ def test_no_file_names_a_machine_or_a_registry(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["see /ro" + "ot/x", "'/wo" + "rk/main'", "https://py" + "pi.org/simple", "http://local" + "host:8080"],
+    ["see /ro" + "ot/x", "'/wo" + "rk/main/x'", "https://py" + "pi.org/simple", "http://local" + "host:8080"],
 )
 def test_what_must_not_be_there_would_be_found(text: str) -> None:
     assert any(re.search(pattern, text) for pattern in LOCAL)

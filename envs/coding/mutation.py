@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -102,7 +103,10 @@ class Mutation:
 
 def docstring_lines(node: ast.AST) -> tuple[int, int] | None:
     """First and last line of a function's or class's docstring, if it has one on lines of its own."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or ast.get_docstring(node) is None:
+    if (
+        not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        or ast.get_docstring(node) is None
+    ):
         return None
     first = node.body[0]
     alone = len(node.body) == 1 or node.body[1].lineno > (first.end_lineno or first.lineno)
@@ -175,7 +179,13 @@ class _Finder:
             self.line_starts.append(self.line_starts[-1] + len(line))
         self.function = self._locate(qualname)
         arguments = self.function.args
-        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+        named = [
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+            arguments.vararg,
+            arguments.kwarg,
+        ]
         self.names = [a.arg for a in named if a]
         nodes = list(self._nodes())
         self.names += [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
@@ -196,8 +206,10 @@ class _Finder:
         return owner
 
     def function_text(self, mutation: Mutation | None) -> str:
-        """The function's own lines, with or without an edit; parsing these is cheap, whole modules are not."""
-        first = self.line_starts[min([self.function.lineno, *(d.lineno for d in self.function.decorator_list)]) - 1]
+        """The function's own lines, with or without an edit: cheap to parse, which whole modules are not."""
+        first = self.line_starts[
+            min([self.function.lineno, *(d.lineno for d in self.function.decorator_list)]) - 1
+        ]
         last = self.line_starts[self.function.end_lineno or 0]
         if mutation is None:
             return self.data[first:last].decode()
@@ -232,7 +244,9 @@ class _Finder:
 
     def mutations(self) -> Iterator[Mutation]:
         for node in self._nodes():
-            handler: Callable[[ast.AST], Iterator[Mutation]] | None = getattr(self, f"_on_{type(node).__name__}", None)
+            handler: Callable[[ast.AST], Iterator[Mutation]] | None = getattr(
+                self, f"_on_{type(node).__name__}", None
+            )
             if handler:
                 yield from handler(node)
         yield from self._dropped_statements()
@@ -244,8 +258,10 @@ class _Finder:
     def _replace(self, operator: str, node: ast.AST, replacement: str) -> Mutation:
         return self._edit(operator, *self.span(node), replacement)
 
-    def _between(self, operator: str, left: ast.AST, right: ast.AST, table: dict[str, tuple[str, ...]]) -> Iterator:
-        """Replaces the operator token that stands between two operands, brackets and line breaks around it."""
+    def _between(
+        self, operator: str, left: ast.AST, right: ast.AST, table: dict[str, tuple[str, ...]]
+    ) -> Iterator[Mutation]:
+        """Replaces the operator token between two operands, whatever brackets and line breaks are around it."""
         start, end = self.span(left)[1], self.span(right)[0]
         gap = self.data[start:end].decode()
         match = re.fullmatch(r"([\s)\\]*)([^\s()\\#]+(?:\s+(?:not|in)\b)?)([\s(\\]*)", gap)
@@ -256,14 +272,18 @@ class _Finder:
 
     def _on_Compare(self, node: ast.Compare) -> Iterator[Mutation]:
         operands = [node.left, *node.comparators]
-        for left, right in zip(operands, operands[1:], strict=False):
+        for left, right in itertools.pairwise(operands):
             yield from self._between("comparison", left, right, _COMPARISONS)
 
     def _on_BinOp(self, node: ast.BinOp) -> Iterator[Mutation]:
-        textual = any(isinstance(n, ast.Constant | ast.JoinedStr) and not _is_number(n) for n in (node.left, node.right))
+        textual = any(
+            isinstance(n, ast.Constant | ast.JoinedStr) and not _is_number(n) for n in (node.left, node.right)
+        )
         if not textual:
             yield from self._between("arithmetic", node.left, node.right, _ARITHMETIC)
-        swappable = isinstance(node.op, ast.Add) if textual else isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv)
+        swappable = (
+            isinstance(node.op, ast.Add) if textual else isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv)
+        )
         if swappable or (isinstance(node.op, ast.Mod) and not textual):
             yield from self._swap("swapped_operands", node.left, node.right)
 
@@ -272,7 +292,7 @@ class _Finder:
         yield from self._between("arithmetic", node.target, node.value, table)
 
     def _on_BoolOp(self, node: ast.BoolOp) -> Iterator[Mutation]:
-        for left, right in zip(node.values, node.values[1:], strict=False):
+        for left, right in itertools.pairwise(node.values):
             yield from self._between("boolean", left, right, {"and": ("or",), "or": ("and",)})
         if len(node.values) == 2:
             yield self._replace("dropped_condition", node, self.text(node.values[0]))

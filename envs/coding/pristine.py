@@ -11,6 +11,7 @@ What lives elsewhere: running the tests (`verification`, `test_runner`), making 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -21,9 +22,20 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from gagar_jax.types import UserError
+
 DESCRIPTION = "package.json"
 Changes = Mapping[str, bytes | None]
 """Path relative to the package's top → new content, or None for a deleted file."""
+
+
+class PackageError(UserError):
+    """A package's folder cannot be used; names the file and the remedy."""
+
+
+class ImpossibleChange(ValueError):
+    """An agent's changes describe no tree; the fault is theirs."""
+
 
 _IGNORED_DIRS = {"__pycache__", ".git", ".pytest_cache"}
 _TEST_DIRS = {"test", "tests", "testing"}
@@ -50,7 +62,7 @@ class Pristine:
         """Reads a package's description.
 
         Raises:
-          ValueError: there is no such package, or its description is not usable; names the file.
+          PackageError: there is no such package, or its description is not usable; names the file.
         """
         path = packages_dir / name / DESCRIPTION
         try:
@@ -58,9 +70,9 @@ class Pristine:
             lists = {key: tuple(map(str, record[key])) for key in ("import_roots", "sources", "tests")}
             return cls(name, path.parent, deselect=tuple(map(str, record.get("deselect", ()))), **lists)
         except FileNotFoundError:
-            raise ValueError(f"{path}: no such package; build the tasks again") from None
+            raise PackageError(f"{path}: no such package; build the tasks again") from None
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: not a package description ({error!r}); build the tasks again") from None
+            raise PackageError(f"{path}: not a package description ({error!r}); build the tasks again") from None
 
     def counts(self, path: str) -> bool:
         """Whether an agent's change to this path takes part in judging; otherwise it is restored."""
@@ -102,7 +114,19 @@ class Pristine:
         """Writes the pristine tree with `changed` applied into `target`, an empty or missing folder.
 
         Only regular files and folders are made, readable by every user.
+
+        Raises:
+          ImpossibleChange: the changes ask for a file inside a file, a name too long, and the like.
+          OSError: the machine's fault (disk full, not writable).
         """
+        try:
+            self._write(target, changed)
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG):
+                raise ImpossibleChange(f"the changed files cannot exist together: {error.strerror}") from None
+            raise
+
+    def _write(self, target: Path, changed: Changes) -> None:
         made: set[Path] = set()
         for path, content in {**self._files, **changed}.items():
             if content is None or path == DESCRIPTION:
@@ -158,9 +182,10 @@ def copy_pytest(target: Path) -> None:
     """Copies the running pytest and what it depends on, and nothing else that is installed.
 
     Raises:
-      ConfinementError-free OSError: the disk is full or not writable.
+      OSError: the disk is full or not writable.
     """
     seen: set[str] = set()
+    target.mkdir()
     waiting = ["pytest"]
     while waiting:
         name = waiting.pop()
@@ -172,7 +197,8 @@ def copy_pytest(target: Path) -> None:
             match = _REQUIREMENT.match(requirement)
             if match and ";" not in match[2]:  # markers name extras and platforms that are not ours
                 waiting.append(match[1])
-        for top in {file.parts[0] for file in distribution.files or () if ".." not in file.parts}:
+        tops = {file.parts[0] for file in distribution.files or () if ".." not in file.parts}
+        for top in tops - {"__pycache__"}:
             source = Path(str(distribution.locate_file(top)))
             if source.is_dir():
                 shutil.copytree(source, target / top)

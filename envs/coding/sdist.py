@@ -27,11 +27,12 @@ MAX_UNPACKED_BYTES = 64 * 2**20
 """A source distribution that unpacks to more than this is refused."""
 
 _BACKENDS = ("hatchling/build", "flit_core/buildapi", "poetry/core/masonry/api", "setuptools/build_meta")
-_STUB = '''
+_STUB = """
 import pathlib, sys
 def prepare_metadata_for_build_wheel(directory, config_settings=None):
     head = pathlib.Path("PKG-INFO").read_text(encoding="utf-8", errors="replace").split("\\n\\n", 1)[0]
-    fields = dict(line.split(": ", 1) for line in head.splitlines() if line.startswith(("Name: ", "Version: ")))
+    lines = [line for line in head.splitlines() if line.startswith(("Name: ", "Version: "))]
+    fields = dict(line.split(": ", 1) for line in lines)
     folder = "%s-%s.dist-info" % (fields["Name"].replace("-", "_"), fields["Version"])
     pathlib.Path(directory, folder).mkdir()
     lines = ["Metadata-Version: 2.1", "Name: " + fields["Name"], "Version: " + fields["Version"], ""]
@@ -41,7 +42,7 @@ def build_wheel(*args, **kwargs):
     raise RuntimeError("nothing is built while downloading")
 build_sdist = build_wheel
 __legacy__ = sys.modules[__name__]
-'''
+"""
 
 
 class SdistError(Exception):
@@ -91,7 +92,15 @@ def _pip(packages: list[Package], scratch: Path, folder: Path) -> str:
     requirements = scratch / "requirements.txt"
     requirements.write_text("".join(f"{p.name}=={p.version} --hash=sha256:{p.sha256}\n" for p in packages))
     target = Path(tempfile.mkdtemp(dir=scratch))
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "download"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "download",
+    ]
     command += ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
     command += ["--dest", str(target), "--requirement", str(requirements)]
     environment = os.environ | {"PYTHONPATH": str(stubs), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -106,7 +115,9 @@ def _pip(packages: list[Package], scratch: Path, folder: Path) -> str:
     if done.returncode == 0:
         return ""
     errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error")]
-    return "pip download failed: " + ("; ".join(errors) or done.stderr[-400:].strip() or f"exit {done.returncode}")
+    return "pip download failed: " + (
+        "; ".join(errors) or done.stderr[-400:].strip() or f"exit {done.returncode}"
+    )
 
 
 def unpack(path: Path, target: Path) -> None:
@@ -150,7 +161,9 @@ def _members(path: Path) -> list[tuple[str, bytes]]:
                 raise SdistError(f"{path.name} is refused: {member.name!r} is a link or a device")
             total += member.size
             if total > MAX_UNPACKED_BYTES:
-                raise SdistError(f"{path.name} is refused: it unpacks to more than {MAX_UNPACKED_BYTES} bytes")
+                raise SdistError(
+                    f"{path.name} is refused: it unpacks to more than {MAX_UNPACKED_BYTES} bytes"
+                )
             stream = bundle.extractfile(member)
             members.append((member.name.removeprefix("./"), stream.read() if stream else b""))
     return members

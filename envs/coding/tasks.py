@@ -2,8 +2,8 @@
 
     tasks.jsonl            one record a line, keys as in SWE-bench and SWE-smith
     manifest.json          the recipe, what was admitted and what was rejected, and why
-    packages/<name>/       the pristine source tree (sources, tests, licence) of a package
-    packages/<name>.json   how to import it and run its suite
+    packages/<name>/       the pristine source tree (sources, tests, licence) of a package; its own
+                           package.json says how to import it and run its suite
 
 How the folder comes to be is in `build.py`.
 """
@@ -75,7 +75,9 @@ def load_tasks(tasks_dir: Path) -> list[dict[str, Any]]:
     """
     path = Path(tasks_dir) / "tasks.jsonl"
     if not path.is_file():
-        raise TaskError(f"{path}: no such file. Build the tasks with `gagar tasks build`, or correct tasks.dir.")
+        raise TaskError(
+            f"{path}: no such file. Build the tasks with `gagar tasks build`, or correct tasks.dir."
+        )
     records: list[dict[str, Any]] = []
     seen: dict[str, int] = {}
     with path.open(encoding="utf-8") as lines:
@@ -86,7 +88,9 @@ def load_tasks(tasks_dir: Path) -> list[dict[str, Any]]:
                     first = seen[record["instance_id"]]
                     raise TaskError(f"{path}:{number}: {record['instance_id']!r} is already on line {first}")
                 if not (path.parent / "packages" / record["package"]).is_dir():
-                    raise TaskError(f"{path}:{number}: {record['instance_id']}: no folder packages/{record['package']}")
+                    raise TaskError(
+                        f"{path}:{number}: {record['instance_id']}: no folder packages/{record['package']}"
+                    )
                 seen[record["instance_id"]] = number
                 records.append(record)
     if not records:
@@ -107,7 +111,9 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         problem = "is missing" if first["type"] == "missing" else first["msg"]
-        raise TaskError(f"{where}: {record.get('instance_id', 'no instance_id')}: key {key!r}: {problem}") from None
+        raise TaskError(
+            f"{where}: {record.get('instance_id', 'no instance_id')}: key {key!r}: {problem}"
+        ) from None
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # a few thousand names, each in many records
         record[key] = [sys.intern(test) for test in record[key]]
     return record
@@ -155,12 +161,14 @@ def load_package(tasks_dir: Path, name: str) -> PackageTree:
       TaskError: a part of it is missing or unreadable.
     """
     root = Path(tasks_dir) / "packages" / name
-    description = root.with_name(f"{name}.json")
+    description = root / "package.json"
     try:
         about = json.loads(description.read_text())
         files = {path: (root / path).read_bytes() for path in about["files"]}
     except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise TaskError(f"{description}: the package cannot be read: {error!r}. Build the tasks again.") from error
+        raise TaskError(
+            f"{description}: the package cannot be read: {error!r}. Build the tasks again."
+        ) from error
     python = [path for path in sorted(files) if path.endswith(".py")]
     tests = [path for path in python if is_test(path)]
     roots = tuple(f"{source}/" for source in about["sources"])

@@ -21,12 +21,18 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import code_swap
-import test_runner
-from code_swap import NeedsCold
-from test_runner import Emit
+if TYPE_CHECKING:
+    from envs.coding import code_swap, test_runner
+    from envs.coding.code_swap import NeedsCold
+    from envs.coding.test_runner import Emit
+else:  # the sandbox has these files side by side, and no package `envs`
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import code_swap
+    import test_runner
+    from code_swap import NeedsCold
+    from test_runner import Emit
 
 
 class CallRecorder:
@@ -136,6 +142,7 @@ class Server:
         self._live = code_swap.live_functions(module.path for module in self._modules.values())
         facts = self._settings["facts"] or self._learn()
         self._map = {key: set(tests) for key, tests in facts["map"].items()}
+        self._passing = {test for test, outcome in facts["outcomes"].items() if outcome == "passed"}
         self._import_time, self._eager = set(facts["import_time"]), set(facts["eager"])
         self._host.answer({"ready": True, "facts": facts})
         self.started = True
@@ -224,7 +231,7 @@ class Server:
         touched = set().union(*mapped) if mapped and all(mapped) else everything
         if request["tests"] is None:
             return touched
-        return set(request["tests"]) | (touched & set(request["within"]))
+        return set(request["tests"]) | (touched & self._passing if request["guarded"] else set())
 
     def _refuse(self, request: dict[str, Any], error: Exception, emit: Emit) -> None:
         """A module that does not compile breaks every test that imports it: all, if its package always does."""

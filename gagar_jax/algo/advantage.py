@@ -83,55 +83,47 @@ def group_advantages(
     valid_N = valid_N & jnp.isfinite(reward_N) & (group_id_N >= 0) & (group_id_N < num_groups)
     reward_N = jnp.where(valid_N, reward_N, 0.0)
     passed_N = passed_N & valid_N & ~external_N
-    quality_N = quality_N.astype(jnp.float32)
-    void_N = passed_N & ~((quality_N > 0) & (quality_N <= 1))
-    quality_N = jnp.where(passed_N & ~void_N, quality_N, 1.0)
 
-    # Step 3: statistics. The mean's rounding error is taken out by the second pass below.
-    f32 = jnp.float32
-    size_G, sum_G, passes_G, voids_G = group_sums(
-        (valid_N.astype(f32), reward_N, passed_N.astype(f32), void_N.astype(f32)), group_id_N, num_groups=num_groups
-    )
+    # Step 3: statistics. The rounding error of this mean is taken out by the second pass.
+    size_G, reward_G, passes_G = group_sums((valid_N, reward_N, passed_N), group_id_N, num_groups=num_groups)
     members_G = jnp.maximum(size_G, 1.0)
-    mean_G = sum_G / members_G
+    mean_G = reward_G / members_G
     # Step 4: dynamic sampling.
     kept_G = (passes_G > 0) & (passes_G < size_G)
-    graded_G = jnp.asarray(graded_G) & (voids_G == 0) & kept_G & (mode != "none")
 
-    mean_N, kept_N = to_rows((mean_G, kept_G), group_id_N)
-    kept_N = kept_N & valid_N
-    raw_N = jnp.where(kept_N, reward_N - mean_N, 0.0)
-    gain_N = jnp.where(passed_N, jnp.maximum(raw_N, 0.0), 0.0)
-    discounted_N = quality_N * gain_N
-    failed_N = jnp.where(passed_N, 0.0, raw_N)
-    all_G, gain_G, discounted_G, failed_G = group_sums(
-        (raw_N, gain_N, discounted_N, failed_N), group_id_N, num_groups=num_groups
+    (mean_N,) = to_rows((mean_G,), group_id_N)
+    centred_N = jnp.where(valid_N, reward_N - mean_N, 0.0)
+    gain_N = jnp.where(passed_N, jnp.maximum(centred_N, 0.0), 0.0)
+    quality_N = quality_N.astype(jnp.float32)
+    proper_N = (quality_N > 0) & (quality_N <= 1)
+    credit_N = jnp.where(proper_N, quality_N, 1.0) * gain_N
+    # A void coefficient puts −∞ into its group's sum, and no comparison below lets such a group be graded.
+    voided_N = jnp.where(passed_N & ~proper_N, -jnp.inf, credit_N)
+    failed_N = jnp.where(passed_N, 0.0, centred_N)
+    error_G, gain_G, credit_G, failed_G = group_sums(
+        (centred_N, gain_N, voided_N, failed_N), group_id_N, num_groups=num_groups
     )
 
-    # Step 5: redistribution. λ is only divided where the quotient is below the cap, so that gradients are finite.
-    graded_G = graded_G & (discounted_G > _TINY)
-    deficit_G = jnp.where(graded_G, gain_G - discounted_G, 0.0)
-    if mode == "sum_preserving":
-        capped_G = graded_G & (gain_G > lambda_max * discounted_G)
-        below_G = graded_G & ~capped_G
-        scale_G = jnp.where(below_G, gain_G, 1.0) / jnp.where(below_G, discounted_G, 1.0)
-        scale_G = jnp.where(capped_G, lambda_max, scale_G)
-        # Step 6: centring. Σ B follows from the group's sums.
-        shift_G = jnp.where(graded_G, scale_G * discounted_G + failed_G, all_G) / members_G
-    else:
-        capped_G = jnp.zeros_like(graded_G)
-        scale_G = jnp.ones_like(mean_G)
-        shift_G = all_G / members_G
+    # Step 5: redistribution. The quotient is only taken where it is used, so that gradients are finite.
+    graded_G = jnp.asarray(graded_G) & kept_G & (credit_G > _TINY) & (mode != "none")
+    credit_G = jnp.where(graded_G, credit_G, 1.0)
+    capped_G = graded_G & (gain_G > lambda_max * credit_G) & (mode == "sum_preserving")
+    shared_G = graded_G & ~capped_G & (mode == "sum_preserving")
+    scale_G = jnp.where(shared_G, gain_G, jnp.where(capped_G, lambda_max, 1.0)) / jnp.where(shared_G, credit_G, 1.0)
+    # Step 6: centring. Σ B follows from the group's sums; elsewhere only the mean's rounding error is taken out.
+    centre = graded_G & (mode == "sum_preserving")
+    centre_G = jnp.where(centre, scale_G * credit_G + failed_G, error_G) / members_G
 
-    graded_N, scale_N, shift_N = to_rows((graded_G, scale_G, shift_G), group_id_N)
-    redistributed_N = jnp.where(passed_N & graded_N, scale_N * discounted_N, raw_N)
+    kept_N, graded_N, scale_N, centre_N = to_rows((kept_G, graded_G, scale_G, centre_G), group_id_N)
+    trained_N = kept_N & valid_N
+    redistributed_N = jnp.where(passed_N & graded_N, scale_N * credit_N, centred_N)
     return GroupAdvantages(
-        advantage_N=jnp.where(kept_N, redistributed_N - shift_N, 0.0),
-        trained_N=kept_N,
+        advantage_N=jnp.where(trained_N, redistributed_N - centre_N, 0.0),
+        trained_N=trained_N,
         kept_G=kept_G,
-        mean_G=mean_G + all_G / members_G,
+        mean_G=mean_G + error_G / members_G,
         size_G=size_G.astype(jnp.int32),
-        deficit_G=deficit_G,
+        deficit_G=jnp.where(graded_G, gain_G - credit_G, 0.0),
         scale_G=scale_G,
         capped_G=capped_G,
     )

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """Closed → open when at least `threshold` of the last `window` calls failed → half-open after `cooldown_s`.
+    """Closed → open when `threshold` of the last `window` calls failed → half-open after `cooldown_s`.
 
     Half-open lets one call through: its success closes the breaker, its failure opens it again. It
     does not judge before it has seen a full window. Thread-safe.

@@ -34,7 +34,7 @@ def _comment(line: str) -> str:
             if token.type == tokenize.COMMENT:
                 return token.string
     except (tokenize.TokenError, SyntaxError):
-        pass  # the line opens a bracket or a string that it does not close: what was read before is all there is
+        pass  # the line opens a bracket or a string and does not close it: no comment came before that
     return ""
 
 

@@ -87,7 +87,7 @@ def trajectory_facts(trajectory: Trajectory, base_files: Mapping[str, str]) -> F
     files = tuple(file for file, _, _ in parts)
     if len(found.get(Found.LITERAL_BRANCH, ())) > 1:  # a table of answers needs no witness
         found.setdefault(Found.SPECIAL_CASE, []).extend(found.pop(Found.LITERAL_BRANCH))
-    for kind, step in process_findings(trajectory.turns, files):
+    for kind, step in process_findings(trajectory.turns, files, functions):
         action = trajectory.turns[step - 1].action.strip().partition("\n")[0]
         found.setdefault(kind, []).append(Evidence("step", f"step {step}", action))
     return Facts(
@@ -103,18 +103,21 @@ def trajectory_facts(trajectory: Trajectory, base_files: Mapping[str, str]) -> F
     )
 
 
+_Item = tuple[Found, Evidence, tuple[str, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class _FileFacts:
     functions: tuple[str, ...]
     changes: tuple[RewrittenFunction, ...]
-    found: tuple[tuple[Found, Evidence, tuple[str, ...]], ...]
+    found: tuple[_Item, ...]
 
 
 @functools.lru_cache(
     maxsize=512
 )  # members of a group often write the same patch, and verdicts are checked later
 def _file_facts(file: patches.FilePatch, base: str, after: str) -> _FileFacts:
-    found = [(kind, evidence, ()) for kind, evidence in _whole_file(file)]
+    found: list[_Item] = [(kind, evidence, ()) for kind, evidence in _whole_file(file)]
     if file.binary or not file.path.endswith(".py"):
         return _FileFacts((), (), tuple(found))
     lines = {"base": base.split("\n"), "after": after.split("\n")}

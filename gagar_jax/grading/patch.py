@@ -185,7 +185,7 @@ def _header_paths(names: str) -> tuple[str, str]:
 def _unquote(name: str) -> str:
     if not name.startswith('"'):
         return name
-    raw, _ = codecs.escape_decode(name[1:-1].encode("utf-8", "surrogateescape"))  # type: ignore[attr-defined]
+    raw, _ = codecs.escape_decode(name[1:-1].encode("utf-8", "surrogateescape"))
     return raw.decode("utf-8", "surrogateescape")
 
 

@@ -34,33 +34,37 @@ class Hit:
     literals: tuple[str, ...] = ()
 
 
-def scan(root: FunctionNode | ast.Module, offset: int = 0) -> list[Hit]:
-    """All hits of a function, or of a module's own statements (functions in it excluded), in line order.
+def nodes_of(root: FunctionNode | ast.Module) -> list[ast.AST]:
+    """The nodes of a function, or of a module's own statements (functions in it excluded)."""
+    nodes: list[ast.AST] = [root]
+    skipped = FunctionNode if isinstance(root, ast.Module) else ast.expr_context
+    for node in nodes:  # grows as it is read; `ast.walk` takes three times as long
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                nodes += [v for v in value if isinstance(v, ast.AST) and not isinstance(v, skipped)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                nodes.append(value)
+    return nodes
+
+
+def scan(nodes: list[ast.AST], offset: int = 0) -> list[Hit]:
+    """All hits among the nodes of one function or module, in line order.
 
     Args:
+      nodes: from `nodes_of`, the root first.
       offset: added to the tree's line numbers.
     """
-    hits = [hit for node in _walk(root) for hit in _at(node)]
-    if not isinstance(root, ast.Module):
-        hits += _unused(root)
+    hits = [hit for node in nodes for hit in _at(node)]
+    if not isinstance(nodes[0], ast.Module):
+        hits += _unused(nodes)
     hits = [dataclasses.replace(hit, line=hit.line + offset) for hit in hits]
     return sorted(hits, key=lambda hit: (hit.line, hit.found))
 
 
-def checks(function: FunctionNode) -> list[int]:
-    """Lines of its raise and assert statements, in the tree's own numbers."""
-    return sorted(n.lineno for n in ast.walk(function) if isinstance(n, (ast.Raise, ast.Assert)))
-
-
-def _walk(root: FunctionNode | ast.Module) -> Iterator[ast.AST]:
-    if not isinstance(root, ast.Module):
-        yield from ast.walk(root)
-        return
-    todo: list[ast.AST] = [root]
-    while todo:
-        node = todo.pop()
-        yield node
-        todo += [n for n in ast.iter_child_nodes(node) if not isinstance(n, FunctionNode)]
+def checks(nodes: list[ast.AST]) -> list[int]:
+    """Lines of the raise and assert statements among the nodes, in the tree's own numbers."""
+    return sorted(n.lineno for n in nodes if isinstance(n, (ast.Raise, ast.Assert)))
 
 
 def _at(node: ast.AST) -> Iterator[Hit]:
@@ -113,11 +117,11 @@ def _block(block: list[ast.stmt], *, may_hold_docstring: bool) -> Iterator[Hit]:
             yield Hit(Found.NO_EFFECT, statement.lineno)
 
 
-def _unused(function: FunctionNode) -> Iterator[Hit]:
+def _unused(nodes: list[ast.AST]) -> Iterator[Hit]:
     """Plain assignments to names that nothing in the function reads. `_` names and tuples are left alone."""
     stores: list[ast.Name] = []
     used: set[str] = set()
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             stores += [t for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-import math
 import queue
 import threading
 import time
@@ -21,61 +20,19 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gagar_jax.grading import rubric
+from gagar_jax.grading import ledger, rubric
 from gagar_jax.grading.breaker import Breaker
-from gagar_jax.grading.facts import trajectory_facts
+from gagar_jax.grading.ledger import DONE, RUNNING, Job, eligibility
 from gagar_jax.grading.verdict import VoidVerdict, validate
-from gagar_jax.types import Grade, Group, GroupVerdict, Ungraded, to_json
+from gagar_jax.types import Group, GroupVerdict, Ungraded
 
 _log = logging.getLogger(__name__)
-
-_INELIGIBLE = (Ungraded.DROPPED, Ungraded.ONE_PASSED, Ungraded.IDENTICAL, Ungraded.DISABLED)
-_PENDING, _RUNNING, _DONE = "pending", "running", "done"
 
 
 class Grader(Protocol):
     """Anything that judges a whole group. It is called from several threads at once."""
 
     def grade(self, group: Group) -> GroupVerdict: ...
-
-
-@dataclasses.dataclass(eq=False)
-class _Job:
-    """One submitted group. `cause` None and `stage` done means graded."""
-
-    group: Group
-    stage: str = _PENDING
-    cause: Ungraded | None = None
-    detail: str = ""
-    verdict: GroupVerdict | None = None
-    grades: dict[int, Grade] = dataclasses.field(default_factory=dict)
-    redeemed: bool = False
-    grade_s: float | None = None
-    wait_s: float = 0.0
-
-    @property
-    def graded(self) -> bool:
-        return self.stage == _DONE and self.cause is None
-
-    @property
-    def settled(self) -> bool:
-        return self.stage == _DONE or self.redeemed
-
-    def __str__(self) -> str:
-        return f"group {self.group.group} ({self.group.task.get('instance_id', 'task without id')})"
-
-
-def eligibility(group: Group) -> Ungraded | None:
-    """Why a group has nothing to rank, from its valid members; None when it should be graded."""
-    valid = [t for t in group.trajectories if t.valid]
-    passed = [t for t in valid if t.passed]
-    if not passed or len(passed) == len(valid):
-        return Ungraded.DROPPED
-    if len(passed) == 1:
-        return Ungraded.ONE_PASSED
-    if len({t.patch for t in passed}) == 1:
-        return Ungraded.IDENTICAL
-    return None
 
 
 class GradingService:
@@ -123,19 +80,19 @@ class GradingService:
         self._breaker = Breaker(
             window=breaker_window, threshold=breaker_threshold, cooldown_s=breaker_cooldown_s, clock=clock
         )
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._workers = 0
         for _ in range(concurrency):
             self._start_worker()
 
-    # ---- the rollout's side ----------------------------------------------------------------------------------
+    # ---- the rollout's side --------------------------------------------------------------------------------
 
     def submit(self, group: Group) -> None:
         """Takes a complete group; returns at once. Submitting one again (after a resume) grades it again."""
-        job = _Job(group)
+        job = Job(group)
         cause = Ungraded.DISABLED if self._mode == "none" else eligibility(group)
         with self._changed:
             self._jobs[group.group] = job
@@ -158,7 +115,7 @@ class GradingService:
             for _ in range(self._workers):
                 self._queue.put(None)
 
-    # ---- the workers -----------------------------------------------------------------------------------------
+    # ---- the workers ---------------------------------------------------------------------------------------
 
     def _start_worker(self) -> None:
         self._workers += 1
@@ -172,15 +129,15 @@ class GradingService:
                 if not self._breaker.allow():
                     self._settle(job, Ungraded.CIRCUIT_OPEN)
                     continue
-                job.stage = _RUNNING
+                job.stage = RUNNING
             self._grade(job)
             with self._changed:
-                if job.redeemed:
+                if job.abandoned:
                     return  # this worker's place was given to another while the call hung
         with self._changed:
             self._workers -= 1
 
-    def _grade(self, job: _Job) -> None:
+    def _grade(self, job: Job) -> None:
         start = time.monotonic()
         cause, detail, dropped = None, "", 0
         verdict, grades = None, {}
@@ -193,45 +150,43 @@ class GradingService:
         except VoidVerdict as void:
             cause, detail = Ungraded.VOID, void.reason
             _log.warning("grading: the verdict on %s is void: %s", job, void.reason)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a grader raises costs its group the grade, not the run
+        except (Exception, SystemExit) as error:
+            # Whatever a grader raises costs its group the grade, not the run.
             cause, detail = Ungraded.ERROR, f"{type(error).__name__}: {error}"
             _log.exception("grading: the grader failed on %s", job)
         with self._changed:
             job.grade_s = time.monotonic() - start
             job.verdict = verdict
             self._counts["dropped_claims"] += dropped
-            if job.redeemed:
+            if job.abandoned:
                 self._counts["late_arrivals"] += 1
                 job.detail = f"arrived after {job.grade_s:.1f} s{', ' + detail if detail else ''}"
-                job.stage = _DONE
+                job.stage = DONE
                 _log.warning("grading: the verdict on %s came too late to be used (%.1f s)", job, job.grade_s)
                 return
             job.grades = grades
             self._breaker.result(failed=cause is not None)
             self._settle(job, cause, detail)
 
-    def _settle(self, job: _Job, cause: Ungraded | None, detail: str = "") -> None:
+    def _settle(self, job: Job, cause: Ungraded | None, detail: str = "") -> None:
         """Ends a job; the lock is held."""
         job.cause, job.detail = cause, detail
-        job.stage = _DONE
+        job.stage = DONE
         self._counts[cause.value if cause else "graded"] += 1
         self._changed.notify_all()
 
-    def _give_up(self, job: _Job, detail: str) -> None:
+    def _give_up(self, job: Job, detail: str) -> None:
         """Marks an unsettled job late and frees its worker's place; the lock is held."""
-        was_running = job.stage == _RUNNING
+        job.abandoned = job.stage == RUNNING
         job.redeemed, job.cause, job.detail = True, Ungraded.LATE, detail
         self._counts[Ungraded.LATE.value] += 1
         _log.warning("grading: no verdict on %s: %s", job, detail)
-        if was_running:
+        if job.abandoned:
             self._breaker.result(failed=True)
             self._workers -= 1
             self._start_worker()
 
-    # ---- the train step's side -------------------------------------------------------------------------------
+    # ---- the train step's side -----------------------------------------------------------------------------
 
     def redeem(
         self, group_ticket_N: np.ndarray, member_N: np.ndarray, group_ticket_G: np.ndarray
@@ -270,7 +225,7 @@ class GradingService:
             return quality_N, external_N, graded_G
         return quality, external, graded.reshape(graded_G.shape)
 
-    def _collect(self, groups: set[int]) -> dict[int, _Job]:
+    def _collect(self, groups: set[int]) -> dict[int, Job]:
         """The graded jobs among `groups`, after waiting for those under way."""
         start = time.monotonic()
         with self._changed:
@@ -288,47 +243,14 @@ class GradingService:
                 job.redeemed = True
             return {g: j for g, j in jobs.items() if j.graded}
 
-    # ---- what the run folder and the metrics show ------------------------------------------------------------
+    # ---- what the run folder and the metrics show ----------------------------------------------------------
 
     def record(self, group_id: int) -> dict[str, Any] | None:
-        """All that is known of a group, JSON-ready; None for one that was never submitted or is forgotten.
-
-        Returns:
-          {"group", "instance_id", "graded", "cause", "detail", "grader", "grade_s", "external", "members"};
-          "members" maps the member (as text) to {"facts", "verdict", "tier", "rank", "quality"}, facts null
-          where they cannot be computed.
-        """
+        """`ledger.record` of a group; None for one that was never submitted or is forgotten."""
         with self._changed:
             job = self._jobs.get(group_id)
-            if job is None:
-                return None
-            verdict, grades, graded = job.verdict, dict(job.grades), job.graded
-            shown = {"graded": graded, "cause": job.cause, "detail": job.detail, "grade_s": job.grade_s}
-        judged = {c.member: c for c in verdict.candidates} if verdict else {}
-        members = {}
-        for trajectory in job.group.trajectories:
-            member = trajectory.ticket.member
-            grade = grades.get(member) if graded else None
-            try:
-                facts = trajectory_facts(trajectory, job.group.base_files)
-            except ValueError as error:  # a failed or invalid member may hold anything
-                _log.warning("grading: no facts: %s", error)
-                facts = None
-            members[str(member)] = {
-                "facts": to_json(facts) | {"patch_lines": facts.patch_lines} if facts else None,
-                "verdict": to_json(judged.get(member)),
-                "tier": grade.tier if grade else None,
-                "rank": grade.rank if grade else None,
-                "quality": grade.quality if grade else 1.0,
-            }
-        return {
-            "group": group_id,
-            "instance_id": job.group.task.get("instance_id"),
-            **to_json(shown),
-            "grader": verdict.grader if verdict else None,
-            "external": to_json(verdict.external) if verdict else {},
-            "members": members,
-        }
+            snapshot = dataclasses.replace(job) if job else None
+        return ledger.record(snapshot) if snapshot else None
 
     def counts(self) -> dict[str, int]:
         """Since the start: graded, each cause of `Ungraded`, late_arrivals, dropped_claims, and faults."""
@@ -337,26 +259,6 @@ class GradingService:
             return {str(name): self._counts[str(name)] for name in names}
 
     def metrics(self, group_tickets: Sequence[int]) -> dict[str, float]:
-        """One step's numbers, over these groups; a mean or share of nothing is NaN.
-
-        Returns:
-          tier1_share (of graded passed members), graded_share (of groups with something to rank),
-          ungraded_<cause> (groups), grade_wait_s (what the train step waited), grade_s_mean (seconds a call).
-        """
+        """`ledger.metrics` of one step's groups; ids that are not held (padding, say) are left out."""
         with self._changed:
-            jobs = [self._jobs[int(g)] for g in group_tickets if int(g) in self._jobs]
-            causes = collections.Counter(j.cause for j in jobs if j.stage == _DONE or j.redeemed)
-            tiers = [grade.tier for j in jobs if j.graded for grade in j.grades.values()]
-            eligible = [j for j in jobs if j.cause not in _INELIGIBLE]
-            seconds = [j.grade_s for j in jobs if j.grade_s is not None]
-            return {
-                "tier1_share": _mean([t == 1 for t in tiers]),
-                "graded_share": _mean([j.graded for j in eligible]),
-                **{f"ungraded_{cause.value}": float(causes[cause]) for cause in Ungraded},
-                "grade_wait_s": max((j.wait_s for j in jobs), default=0.0),
-                "grade_s_mean": _mean(seconds),
-            }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+            return ledger.metrics([self._jobs[int(g)] for g in group_tickets if int(g) in self._jobs])

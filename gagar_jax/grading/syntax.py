@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from gagar_jax.grading.findings import Found
-from gagar_jax.grading.scan import Hit, FunctionNode, checks, scan
+from gagar_jax.grading.scan import FunctionNode, Hit, checks, nodes_of, scan
 
 _HEADER = re.compile(r"(async\s+def|def|class)\s+(\w+)")
 _CLOSERS = (")", "]", "}")
+_AT_A_DISTANCE = frozenset({Found.UNREACHABLE, Found.UNUSED_ASSIGNMENT})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,14 @@ class _Side:
     node: FunctionNode | ast.Module
     offset: int = 0
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return nodes_of(self.node)
+
+    @functools.cached_property
+    def hits(self) -> list[Hit]:
+        return scan(self.nodes, self.offset)
+
     def span(self) -> range:
         if isinstance(self.node, ast.Module):
             return range(0)
@@ -89,8 +98,8 @@ def compare(base: str, after: str, removed: tuple[int, ...], added: tuple[int, .
       A SYNTAX_ERROR proof and nothing else where only `after` does not parse; nothing where `base`
       does not parse either.
     """
-    base_lines, after_lines = base.split("\n"), after.split("\n")
-    units = _local_units(base_lines, after_lines, removed, added)
+    base_lines, after_lines = _lines(base), _lines(after)
+    units = _local_units(base, after, removed, added)
     if units is None:
         before = _parse(base)
         if isinstance(before, SyntaxError):
@@ -118,39 +127,56 @@ def _parse(text: str) -> ast.Module | SyntaxError:
 # ---- finding the functions around changed lines ------------------------------------------------------------
 
 
-def _local_units(
-    base: list[str], after: list[str], removed: Iterable[int], added: Iterable[int]
-) -> list[_Unit] | None:
-    """The touched functions, cut out by indentation; None where only whole modules can tell."""
+def _local_units(base: str, after: str, removed: Iterable[int], added: Iterable[int]) -> list[_Unit] | None:
+    """The touched functions, cut out by indentation, and changed imports; None where that is not enough."""
     keys: dict[tuple[str, int], None] = {}
-    for lines, numbers in ((base, removed), (after, added)):
+    imports: tuple[list[ast.stmt], list[ast.stmt]] = [], []
+    for text, numbers, statements in ((base, removed, imports[0]), (after, added, imports[1])):
         for number in numbers:
-            text = lines[number - 1].strip()
-            if not text:
-                continue
-            place = _enclosing(lines, number - 1)
+            line = _lines(text)[number - 1].strip()
+            place = _enclosing(_lines(text), number - 1) if line else None
             if place is not None:
                 name, start = place
-                keys[name, _starts(lines, name).index(start)] = None
-            elif not text.startswith("#"):
+                starts = _starts(text, name)
+                if start not in starts:
+                    return None
+                keys[name, starts.index(start)] = None
+            elif line.startswith(("import ", "from ")) and (found := _statement(line, number)):
+                statements.append(found)
+            elif line and not line.startswith("#"):
                 return None
-    units = []
+    units = [_Unit("", *(_Side(ast.Module(body, [])) for body in imports))]
     for name, nth in keys:
-        sides: list[_Side | None] = []
-        for lines in (base, after):
-            starts = _starts(lines, name)
-            if nth >= len(starts):
-                return None  # a function came or went: what it was before is for the whole tree to say
-            side = _cut(tuple(lines[starts[nth] : _end(lines, starts[nth])]), starts[nth])
-            if side is None:
-                return None
-            sides.append(side)
-        units.append(_Unit(name, *sides))
-    covered = [{n for u in units for n in (u.base if i == 0 else u.after).span()} for i in (0, 1)]  # type: ignore[union-attr]
-    for lines, numbers, inside in ((base, removed, covered[0]), (after, added, covered[1])):
-        if any(n not in inside and lines[n - 1].strip()[:1] not in ("", "#") for n in numbers):
+        old, new = _cut_nth(base, name, nth), _cut_nth(after, name, nth)
+        if isinstance(old, SyntaxError) or isinstance(new, SyntaxError):
             return None
-    return units
+        units.append(_Unit(name, old, new))
+    whole = _covers(base, removed, [u.base for u in units]) and _covers(
+        after, added, [u.after for u in units]
+    )
+    return units if whole else None
+
+
+def _statement(line: str, number: int) -> ast.stmt | None:
+    try:
+        return ast.increment_lineno(ast.parse(line), number - 1).body[0]
+    except SyntaxError:
+        return None  # it goes on in the next line
+
+
+def _covers(text: str, numbers: Iterable[int], sides: Iterable[_Side | None]) -> bool:
+    """Whether every changed line of code lies in a function that was cut out, or is an import."""
+    spans = [side.span() for side in sides if side is not None]
+    rest = [_lines(text)[n - 1].strip() for n in numbers if not any(n in span for span in spans)]
+    return all(line.startswith(("#", "import ", "from ")) or not line for line in rest)
+
+
+def _cut_nth(text: str, name: str, nth: int) -> _Side | SyntaxError | None:
+    starts = _starts(text, name)
+    if nth >= len(starts):
+        return None  # the function came, or went
+    lines = _lines(text)
+    return _cut(tuple(lines[starts[nth] : _end(lines, starts[nth])]), starts[nth])
 
 
 def _enclosing(lines: list[str], index: int) -> tuple[str, int] | None:
@@ -176,10 +202,25 @@ def _enclosing(lines: list[str], index: int) -> tuple[str, int] | None:
     return None
 
 
-def _starts(lines: list[str], name: str) -> list[int]:
+@functools.lru_cache(maxsize=256)
+def _starts(text: str, name: str) -> tuple[int, ...]:
     """Indices of all headers of the function with this qualified name."""
     needle = f"def {name.rpartition('.')[2]}"
-    return [i for i, line in enumerate(lines) if needle in line and _enclosing(lines, i) == (name, i)]
+    lines = _lines(text)
+    starts = []
+    position = text.find(needle)
+    while position >= 0:
+        line = text.count("\n", 0, position)
+        if _enclosing(lines, line) == (name, line):
+            starts.append(line)
+        position = text.find(needle, position + len(needle))
+    return tuple(starts)
+
+
+@functools.lru_cache(maxsize=256)
+def _lines(text: str) -> list[str]:
+    """Shared between callers: not to be changed."""
+    return text.split("\n")
 
 
 def _end(lines: list[str], start: int) -> int:
@@ -199,14 +240,15 @@ def _end(lines: list[str], start: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cut(chunk: tuple[str, ...], start: int) -> _Side | None:
+def _cut(chunk: tuple[str, ...], start: int) -> _Side | SyntaxError:
+    """The function that these lines are, from zero-based line `start` on."""
     indented = chunk[0][:1].isspace()
     tree = _parse(("if 1:\n" if indented else "") + "\n".join(chunk) + "\n")
     if isinstance(tree, SyntaxError):
-        return None
+        return tree
     body = tree.body[0].body if indented and isinstance(tree.body[0], ast.If) else tree.body
     if len(body) != 1 or not isinstance(body[0], FunctionNode):
-        return None
+        return SyntaxError("not one function: the indentation misleads")
     return _Side(body[0], start - indented)
 
 
@@ -253,9 +295,8 @@ def _compare_units(
     proofs: list[Proof] = []
     rewrites: list[Rewrite] = []
     for unit in units:
-        before = scan(unit.base.node, unit.base.offset) if unit.base else []
-        now = scan(unit.after.node, unit.after.offset) if unit.after else []
-        proofs += _more_than_before(before, now, come)
+        before = unit.base.hits if unit.base else []
+        proofs += _more_than_before(before, unit.after.hits if unit.after else [], come)
         if unit.base and unit.after and unit.name:
             proofs += _function_changes(unit.base, unit.after, gone)
             rewrites.append(_rewrite(unit, base, after, gone, come))
@@ -271,17 +312,19 @@ def _more_than_before(before: list[Hit], now: list[Hit], come: frozenset[int]) -
         spare[hit.found] += 1
     for hit in before:
         spare[hit.found] -= 1
-    for hit in now:
-        if hit.line in come and spare[hit.found] > 0:
+    # A statement can die, or an assignment lose its reader, without being touched itself.
+    for hit in sorted(now, key=lambda hit: hit.line not in come):
+        if spare[hit.found] > 0 and (hit.line in come or hit.found in _AT_A_DISTANCE):
             spare[hit.found] -= 1
             yield Proof(hit.found, "after", hit.line, hit.literals)
 
 
 def _function_changes(base: _Side, after: _Side, gone: frozenset[int]) -> Iterator[Proof]:
-    assert isinstance(base.node, FunctionNode) and isinstance(after.node, FunctionNode)
+    assert isinstance(base.node, FunctionNode)
+    assert isinstance(after.node, FunctionNode)
     if _parameters(base.node.args) != _parameters(after.node.args):
         yield Proof(Found.SIGNATURE, "base", base.span().start)
-    old, new = checks(base.node), checks(after.node)
+    old, new = checks(base.nodes), checks(after.nodes)
     lost = [line for line in (n + base.offset for n in old) if line in gone]
     for line in lost[: max(0, len(old) - len(new))]:
         yield Proof(Found.CHECK_REMOVED, "base", line)
@@ -297,7 +340,8 @@ def _parameters(args: ast.arguments) -> tuple[object, ...]:
 def _rewrite(
     unit: _Unit, base: list[str], after: list[str], gone: frozenset[int], come: frozenset[int]
 ) -> Rewrite:
-    assert unit.base and unit.after and isinstance(unit.base.node, FunctionNode)
+    assert unit.base
+    assert unit.after
     span = unit.base.span()
     counted = [n for n in span if base[n - 1].strip() and n not in _docstring(unit.base)]
     changed = [n for n in counted if n in gone]

@@ -34,7 +34,7 @@ _KINDS = {
 }
 _KIND_OF = {word: kind for kind, words in _KINDS.items() for word in words}
 _WORD = re.compile(r"[A-Za-z_]+")
-_PATH = re.compile(r"[\w./-]+\.\w+")
+_TARGET = re.compile(r"[\w./-]*[A-Za-z_][\w./-]*")
 _TEST_FILE = re.compile(r"(^|/)(tests?/|test_[^/]*\.py$|conftest\.py$)|_test\.py$")
 
 
@@ -49,9 +49,18 @@ def kind(action: str) -> str:
     return next((_KIND_OF[w] for w in map(str.lower, _WORD.findall(first)) if w in _KIND_OF), "other")
 
 
-def process_findings(turns: Sequence[Turn], files: Collection[FilePatch]) -> Iterator[tuple[Found, int]]:
-    """(finding, 1-based step) of every malformed action, repeated call, needless view and lost edit."""
+def process_findings(
+    turns: Sequence[Turn], files: Collection[FilePatch], functions: Collection[str]
+) -> Iterator[tuple[Found, int]]:
+    """(finding, 1-based step) of every malformed action, repeated call, needless view and lost edit.
+
+    Args:
+      turns: the transcript.
+      files, functions: what the final patch changes; functions are "path::qualified.name".
+    """
     touched = {path for f in files for path in (f.path, f.old_path)}
+    names = [name.partition("::")[2] for name in functions]
+    touched.update(names, *(name.split(".") for name in names))
     since_edit: set[str] = set()
     for step, turn in enumerate(turns, start=1):
         what = kind(turn.action)
@@ -69,22 +78,30 @@ def process_findings(turns: Sequence[Turn], files: Collection[FilePatch]) -> Ite
 
 
 def _is_needless(action: str, touched: set[str]) -> bool:
-    paths = [p.removeprefix("./") for p in _PATH.findall(action.strip().partition("\n")[0])]
-    if not paths or not touched or any(map(is_test, paths)):
+    """Whether nothing that the action names is changed by the patch, or is a test."""
+    words = [w.removeprefix("./") for w in _TARGET.findall(action.strip().partition("\n")[0])]
+    targets = [w for w in words if w.lower() not in _KIND_OF]
+    if not targets or not touched or any(is_test(t) or t.startswith("test") for t in targets):
         return False
-    return not any(t == p or t.endswith("/" + p) or p.endswith("/" + t) for p in paths for t in touched)
+    return not any(t == w or t.endswith("/" + w) or w.endswith("/" + t) for w in targets for t in touched)
 
 
 def _overwritten(turns: Sequence[Turn], files: Collection[FilePatch]) -> list[int]:
     """Edits, but the last, whose action holds no line that the final patch adds.
 
-    Hunks that only delete leave no line to look for; as many such edits are let off.
+    An edit that writes no lines below its first leaves none to look for, and is let off; so are as many
+    others as the patch has hunks that shorten the file.
     """
     kept = {t for f in files for line in f.added if len(t := _plain(line.text)) >= 4}
-    edits = [i for i, t in enumerate(turns, start=1) if not t.malformed and kind(t.action) == "edit"]
+    edits = [
+        step
+        for step, turn in enumerate(turns, start=1)
+        if not turn.malformed and kind(turn.action) == "edit" and re.search(r"\n|\\n", turn.action.strip())
+    ]
     if not kept or len(edits) < 2:
         return []
-    lost = [i for i in edits[:-1] if not any(k in (text := _plain(turns[i - 1].action)) for k in kept)]
+    actions = {i: _plain(turns[i - 1].action) for i in edits[:-1]}
+    lost = [i for i, action in actions.items() if not any(line in action for line in kept)]
     deletions = sum(len(hunk.before) > len(hunk.after) for f in files for hunk in f.hunks)
     return lost[deletions:]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from gagar_jax.grading import patch as patches
 from gagar_jax.grading import rubric
-from gagar_jax.grading.facts import trajectory_facts
+from gagar_jax.grading.facts import Facts, trajectory_facts
 from gagar_jax.types import CandidateVerdict, Evidence, Flag, Group, GroupVerdict, Scores, Trajectory
 
 
@@ -153,8 +153,9 @@ class _Source:
 
     def _fact(self, item: Evidence) -> bool:
         """A field of the member's computed facts with this value."""
-        facts = trajectory_facts(self.trajectory, self.base_files)
-        return str(getattr(facts, item.where, None)) == item.text and not item.where.startswith("_")
+        if item.where != "patch_lines" and item.where not in {f.name for f in dataclasses.fields(Facts)}:
+            return False
+        return str(getattr(trajectory_facts(self.trajectory, self.base_files), item.where)) == item.text
 
 
 def _same(line: str, quoted: str) -> bool:

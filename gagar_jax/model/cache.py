@@ -20,7 +20,7 @@ from gagar_jax.model.transformer import MASKED, Block, Transformer, attention
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer: prefix_* [P·K, prompt tokens, d], suffix_* [S·K, continuation tokens, d]."""
+    """Keys and values of one layer: prefix_* [P·K, prompt length, d], suffix_* [S·K, continuation, d]."""
 
     prefix_k: jax.Array
     prefix_v: jax.Array
@@ -31,7 +31,9 @@ class LayerCache(NamedTuple):
 Cache = tuple[LayerCache, ...]
 
 
-def init_cache(config: ModelConfig, *, lanes: int, slots: int, max_prompt: int, max_continuation: int) -> Cache:
+def init_cache(
+    config: ModelConfig, *, lanes: int, slots: int, max_prompt: int, max_continuation: int
+) -> Cache:
     def zeros(rows: int, length: int) -> jax.Array:
         return jnp.zeros((rows * config.kv_heads, length, config.head_dim), jnp.dtype(config.compute_dtype))
 
@@ -43,12 +45,14 @@ def init_cache(config: ModelConfig, *, lanes: int, slots: int, max_prompt: int, 
 
 
 def _store(table: jax.Array, row_R: jax.Array, column_RT: jax.Array, new_RTKd: jax.Array) -> jax.Array:
-    """Writes new_RTKd[r, t] to table rows row_R[r]·K… at column_RT[r, t]; out-of-range columns are dropped."""
-    R, T, K, d = new_RTKd.shape
+    """Writes new_RTKd[r, t] to rows row_R[r]·K… at column_RT[r, t]; out-of-range columns are dropped."""
+    R, T, K, _ = new_RTKd.shape
     row = (row_R[:, None] * K + jnp.arange(K, dtype=jnp.int32)[None]).reshape(R, K, 1)
     row = jnp.broadcast_to(row, (R, K, T))
     column = jnp.broadcast_to(column_RT[:, None], (R, K, T))
-    return table.at[row, column].set(new_RTKd.swapaxes(1, 2).astype(table.dtype), mode="drop", unique_indices=True)
+    return table.at[row, column].set(
+        new_RTKd.swapaxes(1, 2).astype(table.dtype), mode="drop", unique_indices=True
+    )
 
 
 def _rows(table: jax.Array, row_R: jax.Array, kv_heads: int) -> jax.Array:
@@ -63,7 +67,12 @@ def _columns(start_R: jax.Array, count_R: jax.Array, width: int, length: int) ->
 
 
 def prefill_prompt(
-    model: Transformer, layers: list[Block], cache: Cache, tokens_PT: jax.Array, start_P: jax.Array, count_P: jax.Array
+    model: Transformer,
+    layers: list[Block],
+    cache: Cache,
+    tokens_PT: jax.Array,
+    start_P: jax.Array,
+    count_P: jax.Array,
 ) -> Cache:
     """Adds the next chunk of every lane's prompt. Lanes with count 0 are untouched."""
     lanes, width = tokens_PT.shape
@@ -78,7 +87,8 @@ def prefill_prompt(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
             layer = layer._replace(
-                prefix_k=_store(layer.prefix_k, lane_P, column_PT, k), prefix_v=_store(layer.prefix_v, lane_P, column_PT, v)
+                prefix_k=_store(layer.prefix_k, lane_P, column_PT, k),
+                prefix_v=_store(layer.prefix_v, lane_P, column_PT, v),
             )
             new.append(layer)
             K = k.shape[2]
@@ -113,7 +123,9 @@ def prefill_suffix(
     column_RT = _columns(start_R, count_R, width, length)
     place_RT = start_R[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     position_RT = jnp.take(prompt_length_P, lane_R, mode="clip")[:, None] + place_RT
-    prompt_mask = jnp.arange(prompt, dtype=jnp.int32)[None, None] < jnp.take(prompt_length_P, lane_R)[:, None, None]
+    prompt_mask = (
+        jnp.arange(prompt, dtype=jnp.int32)[None, None] < jnp.take(prompt_length_P, lane_R)[:, None, None]
+    )
     prompt_mask = jnp.broadcast_to(prompt_mask, (*tokens_RT.shape, prompt))
     suffix_mask = jnp.arange(length, dtype=jnp.int32)[None, None] <= place_RT[:, :, None]
     x, new = model.embed(tokens_RT), []
@@ -121,11 +133,20 @@ def prefill_suffix(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
             layer = layer._replace(
-                suffix_k=_store(layer.suffix_k, slot_R, column_RT, k), suffix_v=_store(layer.suffix_v, slot_R, column_RT, v)
+                suffix_k=_store(layer.suffix_k, slot_R, column_RT, k),
+                suffix_v=_store(layer.suffix_v, slot_R, column_RT, v),
             )
             new.append(layer)
-            prefix = (_rows(layer.prefix_k, lane_R, kv_heads), _rows(layer.prefix_v, lane_R, kv_heads), prompt_mask)
-            suffix = (_rows(layer.suffix_k, slot_R, kv_heads), _rows(layer.suffix_v, slot_R, kv_heads), suffix_mask)
+            prefix = (
+                _rows(layer.prefix_k, lane_R, kv_heads),
+                _rows(layer.prefix_v, lane_R, kv_heads),
+                prompt_mask,
+            )
+            suffix = (
+                _rows(layer.suffix_k, slot_R, kv_heads),
+                _rows(layer.suffix_v, slot_R, kv_heads),
+                suffix_mask,
+            )
             return attention(q, [prefix, suffix])
 
         x = block(x, position_RT, attend)
@@ -157,7 +178,8 @@ def decode(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
             layer = layer._replace(
-                suffix_k=_store(layer.suffix_k, slot_S, column_S1, k), suffix_v=_store(layer.suffix_v, slot_S, column_S1, v)
+                suffix_k=_store(layer.suffix_k, slot_S, column_S1, k),
+                suffix_v=_store(layer.suffix_v, slot_S, column_S1, v),
             )
             new.append(layer)
             return decode_attention(q[:, 0], layer, prefix_mask, suffix_mask)[:, None]

@@ -39,7 +39,9 @@ def partition_spec(logical_axes: tuple[str | None, ...]) -> PartitionSpec:
     spec = tuple(None if axis is None else RULES[axis] for axis in logical_axes)
     used = [axis for axis in spec if axis is not None]
     if len(used) != len(set(used)):
-        raise ValueError(f"logical axes {logical_axes} map to {spec}: one mesh axis is used twice; change RULES")
+        raise ValueError(
+            f"logical axes {logical_axes} map to {spec}: one mesh axis is used twice; change RULES"
+        )
     return PartitionSpec(*spec)
 
 
@@ -58,8 +60,12 @@ def make_mesh(*, data: int = -1, model: int = 1, devices: list[Any] | None = Non
     if model == -1:
         model = count // data
     if data * model != count:
-        raise ValueError(f"mesh.data {data} x mesh.model {model} = {data * model}, but there are {count} devices")
-    return Mesh(np.asarray(devices).reshape(data, model), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+        raise ValueError(
+            f"mesh.data {data} x mesh.model {model} = {data * model}, but there are {count} devices"
+        )
+    return Mesh(
+        np.asarray(devices).reshape(data, model), MESH_AXES, axis_types=(AxisType.Auto, AxisType.Auto)
+    )
 
 
 def named(mesh: Mesh, *logical_axes: str | None) -> NamedSharding:

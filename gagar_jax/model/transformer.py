@@ -21,7 +21,9 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v [B, T
 MASKED = -1e30  # finite, so that a row with nothing to attend to gives no NaN
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, scale: float, dtype: Any) -> nnx.Param:
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, scale: float, dtype: Any
+) -> nnx.Param:
     """A parameter with normal(0, scale) values and the logical axes `sharding.RULES` places."""
     value = (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
     return nnx.Param(value, logical_axes=axes)
@@ -76,7 +78,9 @@ class Block(nnx.Module):
             k = (h @ self.key[...].astype(dtype)).reshape(B, T, c.kv_heads, c.head_dim)
             v = (h @ self.value[...].astype(dtype)).reshape(B, T, c.kv_heads, c.head_dim)
             q, k = rotate(q, position_BT, c.rope_theta), rotate(k, position_BT, c.rope_theta)
-            mixed = attend(q * jnp.asarray(c.head_dim**-0.5, dtype), k, v).reshape(B * T, c.heads * c.head_dim)
+            mixed = attend(q * jnp.asarray(c.head_dim**-0.5, dtype), k, v).reshape(
+                B * T, c.heads * c.head_dim
+            )
             x = x + mixed @ self.output[...].astype(dtype)
         with jax.named_scope("mlp"):
             h = rms_norm(x, self.mlp_norm[...]).astype(dtype)
@@ -86,11 +90,13 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, `config.layers` blocks stacked on a leading axis, final norm; the embedding also unembeds."""
+    """Embedding, `config.layers` blocks stacked on a leading axis, final norm; the embedding unembeds too."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         c, dtype = config, jnp.dtype(config.param_dtype)
-        self.embedding = weight(rngs, (c.vocab_size, c.width), ("vocab", "width"), scale=c.width**-0.5, dtype=dtype)
+        self.embedding = weight(
+            rngs, (c.vocab_size, c.width), ("vocab", "width"), scale=c.width**-0.5, dtype=dtype
+        )
         self.final_norm = nnx.Param(jnp.ones((c.width,), dtype), logical_axes=("width",))
         blocks = [Block(c, rngs) for _ in range(c.layers)]
         graph = nnx.graphdef(blocks[0])
@@ -104,7 +110,9 @@ class Transformer(nnx.Module):
 
     def layers(self) -> list[Block]:
         graph, stacked = nnx.split(self.blocks)
-        return [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(self.config.layers)]
+        return [
+            nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(self.config.layers)
+        ]
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         table = self.embedding[...].astype(jnp.dtype(self.config.compute_dtype))
@@ -154,7 +162,9 @@ def attention(q_BQHd: jax.Array, parts: list[tuple[jax.Array, jax.Array, jax.Arr
     return out.reshape(B, K, H // K, Q, d).transpose(0, 3, 1, 2, 4).reshape(B, Q, H, d)
 
 
-def forward(model: Transformer, tokens_BT: jax.Array, position_BT: jax.Array, segment_BT: jax.Array) -> jax.Array:
+def forward(
+    model: Transformer, tokens_BT: jax.Array, position_BT: jax.Array, segment_BT: jax.Array
+) -> jax.Array:
     """Hidden states of packed rows: a token attends to earlier tokens of its own segment, itself included.
 
     Args:

@@ -19,10 +19,13 @@ from gagar_jax.metrics import read_metrics, write_atomic
 
 # Key of an evaluation, what to call it, and whether it is a share (shown with three decimals).
 MEASURES = (
-    ("pass_at_1", "pass@1", True),
-    ("avg_at_k", "avg@k", True),
+    ("pass_at_1", "pass@1 (avg@k)", True),
+    ("pass_at_k", "pass@k", True),
+    ("mixed_share", "tasks with both outcomes", True),
     ("turns_mean", "turns", False),
     ("tokens_mean", "tokens", False),
+    ("passed_turns_mean", "turns (passed)", False),
+    ("passed_tokens_mean", "tokens (passed)", False),
     ("patch_lines_mean", "patch lines (passed)", False),
     ("tier1_share", "tier 1 share (passed)", True),
     ("tier2_share", "tier 2 share (passed)", True),
@@ -167,6 +170,7 @@ def _training(steps: Sequence[dict[str, Any]]) -> list[str]:
         ("invalid_", "Invalid trajectories"),
     ):
         names = sorted({k for s in steps for k in s if k.startswith(prefix)})
+        names = [name for name in names if name != "invalid_trajectories"]  # the sum of the others
         counts = {name.removeprefix(prefix): _total(steps, name) for name in names}
         shown = ", ".join(f"{cause} {count:,}" for cause, count in counts.items() if count)
         text += f" {meaning}: {shown or 'none'}."

@@ -1,1 +1,1 @@
-"""Rollouts: a compiled loop on the device (`sampler`), the host behind its callback (`exchange`, `episode`)."""
+"""Rollouts: a compiled loop on the device (`sampler`) and the host behind its callback (`exchange`)."""

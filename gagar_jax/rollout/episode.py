@@ -66,11 +66,21 @@ class Episode:
     def finish(self, outcome: Outcome, patch: bytes) -> Trajectory:
         assert len(self.tokens) == len(self.loss_mask) == len(self.logprobs), f"{self.ticket}: misaligned"
         return Trajectory(
-            self.ticket, self.version, self.tokens, self.loss_mask, self.logprobs, self.prompt, self.turns, outcome, patch
-        )  # fmt: skip
+            ticket=self.ticket,
+            version=self.version,
+            tokens=self.tokens,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            prompt=self.prompt,
+            turns=self.turns,
+            outcome=outcome,
+            patch=patch,
+        )
 
 
-def demonstration_tokens(tokenizer: Tokenizer, demo: Demonstration, max_observation: int) -> tuple[list[int], list[int]]:
+def demonstration_tokens(
+    tokenizer: Tokenizer, demo: Demonstration, max_observation: int
+) -> tuple[list[int], list[int]]:
     """A demonstration as (tokens, loss_mask), laid out exactly as an episode that sampled its actions."""
     prompt = prompt_tokens(tokenizer, demo.prompt)
     episode = Episode(Ticket(-1, 0, demo.instance_id), version=0, prompt=demo.prompt, tokens=prompt)
@@ -86,4 +96,6 @@ def with_turn(episode: Episode, action: str, observation: str, info: dict[str, o
     """Records a turn as text, for the run folder and the grader."""
     tool_s = info.get("tool_s", 0.0)
     seconds = float(tool_s) if isinstance(tool_s, (int, float)) else 0.0
-    episode.turns.append(dataclasses.replace(Turn(action, observation), tool_s=seconds, malformed=bool(info.get("malformed"))))
+    episode.turns.append(
+        dataclasses.replace(Turn(action, observation), tool_s=seconds, malformed=bool(info.get("malformed")))
+    )

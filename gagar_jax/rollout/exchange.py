@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,6 +29,9 @@ from gagar_jax.rollout.sampler import Command, Reply, Report, Sampler, SlotStatu
 from gagar_jax.types import Outcome, Status, StopReason, Ticket, Trajectory
 
 log = logging.getLogger(__name__)
+
+INVALID_CAUSES = ("environment_raised", "prompt_too_long", "prompts_differ", "no_outcome", "judging")
+"""Why a trajectory is masked out; counted as `invalid_<cause>`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +147,9 @@ class Exchange:
         try:
             self._absorb(report)
             self._answer(reply)
-        except BaseException as error:  # an exception in a callback would reach XLA as an opaque text: carry it out
+        except (
+            BaseException
+        ) as error:  # an exception in a callback would reach XLA as an opaque text: carry it out
             self.error = error
             reply.stop_1[0] = 1
         return reply
@@ -156,7 +161,8 @@ class Exchange:
             if slot.episode is None or not count:
                 continue
             slot.episode.add_sampled(
-                report.token_SK[index, :count].tolist(), report.logprob_SK[index, :count].astype(float).tolist()
+                report.token_SK[index, :count].tolist(),
+                report.logprob_SK[index, :count].astype(float).tolist(),
             )
             self.counts["decode_tokens"] += count
             status = report.status_S[index]
@@ -238,12 +244,14 @@ class Exchange:
         env = self._pool[slot]
         final = env.metadata.get("final_action")
         if final is None:
-            outcome = Outcome(Status.FAILED, StopReason.TOKEN_LIMIT, "out of tokens; the environment has no final action")
+            outcome = Outcome(
+                Status.FAILED, StopReason.TOKEN_LIMIT, "out of tokens; the environment has no final action"
+            )
             return _Result(slot, "step", action=action, info={"outcome": outcome}, done=True)
         info = env.step(final)[4]
-        outcome = info.get("outcome")
-        if isinstance(outcome, Outcome) and outcome.stop is StopReason.SUBMITTED:
-            info = {**info, "outcome": dataclasses.replace(outcome, stop=StopReason.TOKEN_LIMIT)}
+        judged = info.get("outcome")
+        if isinstance(judged, Outcome) and judged.stop is StopReason.SUBMITTED:
+            info = {**info, "outcome": dataclasses.replace(judged, stop=StopReason.TOKEN_LIMIT)}
         return _Result(slot, "step", action=action, info=info, done=True)
 
     # ---- results
@@ -254,8 +262,7 @@ class Exchange:
         assert slot.ticket is not None
         if result.error is not None:
             log.error("%s: environment raised in %s", slot.ticket, result.kind, exc_info=result.error)
-            self._end(result.slot, Outcome(Status.INVALID, StopReason.FAULT, f"environment raised {result.error!r}"), {})
-            return False
+            return self._invalid(result.slot, "environment_raised", f"environment raised {result.error!r}")
         return self._begin(result, reply) if result.kind == "reset" else self._continue(result, reply)
 
     def _begin(self, result: _Result, reply: Reply) -> bool:
@@ -265,18 +272,14 @@ class Exchange:
         if lane.tokens is None:
             tokens = prompt_tokens(self._tokenizer, result.observation)
             if len(tokens) > self._config.max_prompt:
-                why = f"prompt of {len(tokens)} tokens, more than rollout.max_prompt = {self._config.max_prompt}"
-                log.warning("%s: %s", slot.ticket.instance_id, why)
-                self._end(result.slot, Outcome(Status.INVALID, StopReason.FAULT, why), {})
-                return False
+                why = f"prompt of {len(tokens)} tokens; rollout.max_prompt is {self._config.max_prompt}"
+                return self._invalid(result.slot, "prompt_too_long", why)
             lane.tokens, lane.text = tokens, result.observation
             reply.prompt_length_P[number] = len(tokens)
             reply.prompt_PT[number, : len(tokens)] = tokens
         if result.observation != lane.text:
             why = "the environment gave two members of one group different prompts"
-            log.error("%s: %s", slot.ticket, why)
-            self._end(result.slot, Outcome(Status.INVALID, StopReason.FAULT, why), {})
-            return False
+            return self._invalid(result.slot, "prompts_differ", why)
         slot.episode = Episode(slot.ticket, version=self._version, prompt=lane.text, tokens=lane.tokens)
         slot.decoding = True
         reply.command_S[result.slot] = Command.START
@@ -293,7 +296,10 @@ class Exchange:
             outcome = result.info.get("outcome")
             if not isinstance(outcome, Outcome):
                 why = 'the environment ended the episode without a gagar_jax.types.Outcome in info["outcome"]'
-                outcome = Outcome(Status.INVALID, StopReason.FAULT, why)
+                return self._invalid(result.slot, "no_outcome", why)
+            if outcome.status is Status.INVALID:
+                self.counts["invalid_judging"] += 1
+                log.warning("%s: invalid: %s", slot.ticket, outcome.reason)
             self._end(result.slot, outcome, result.info)
             return False
         tokens, cut = observation_tokens(self._tokenizer, result.observation, limits.max_observation)
@@ -309,12 +315,21 @@ class Exchange:
         reply.observation_ST[result.slot, : len(tokens)] = tokens
         return True
 
+    def _invalid(self, index: int, cause: str, why: str) -> bool:
+        """Ends an episode that nobody can judge. False: the device gets nothing to do."""
+        slot = self._slots[index]
+        log.warning("%s: invalid: %s", slot.ticket, why)
+        self.counts[f"invalid_{cause}"] += 1
+        self._end(index, Outcome(Status.INVALID, StopReason.FAULT, why), {})
+        return False
+
     def _end(self, index: int, outcome: Outcome, info: dict[str, Any]) -> None:
         slot, lane = self._slots[index], self._lanes[index // self._config.lane_slots]
         assert slot.ticket is not None
         episode = slot.episode or Episode(slot.ticket, version=self._version, prompt="", tokens=[])
-        self.counts[f"outcome_{outcome.status.value}"] += 1
-        self._on_finished(Finished(episode.finish(outcome, info.get("patch", b"")), info.get("base_files", {})))
+        self._on_finished(
+            Finished(episode.finish(outcome, info.get("patch", b"")), info.get("base_files", {}))
+        )
         slot.ticket, slot.episode, slot.decoding = None, None, False
         lane.open -= 1
 
@@ -347,8 +362,3 @@ def _wait(running: Any) -> None:
         running.exception(timeout=0.1)
     except TimeoutError:
         return
-
-
-def tickets(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """(group, member) of every wanted trajectory, in batch order."""
-    return [(prompt.group, member) for prompt in prompts for member in prompt.members]

@@ -121,18 +121,33 @@ def _initial(model: ModelConfig, config: RolloutConfig) -> State:
         cache=kv.init_cache(
             model, lanes=P, slots=S, max_prompt=config.max_prompt, max_continuation=config.max_continuation
         ),
-        prompt_PT=ints(P, config.max_prompt), prompt_length_P=ints(P), prompt_done_P=ints(P), prompt_last_P=ints(P),
-        status_S=ints(S), token_S=ints(S), place_S=ints(S), generated_S=ints(S), group_S=ints(S), member_S=ints(S),
-        pending_ST=ints(S, config.max_observation), pending_length_S=ints(S), pending_done_S=ints(S),
-        pending_next_S=ints(S), count_S=ints(S), token_SK=ints(S, K), logprob_SK=jnp.zeros((S, K), jnp.float32),
+        prompt_PT=ints(P, config.max_prompt),
+        prompt_length_P=ints(P),
+        prompt_done_P=ints(P),
+        prompt_last_P=ints(P),
+        status_S=ints(S),
+        token_S=ints(S),
+        place_S=ints(S),
+        generated_S=ints(S),
+        group_S=ints(S),
+        member_S=ints(S),
+        pending_ST=ints(S, config.max_observation),
+        pending_length_S=ints(S),
+        pending_done_S=ints(S),
+        pending_next_S=ints(S),
+        count_S=ints(S),
+        token_SK=ints(S, K),
+        logprob_SK=jnp.zeros((S, K), jnp.float32),
         stop_1=ints(1),
-    )  # fmt: skip
+    )
 
 
 def _apply(state: State, reply: Reply, lane_slots: int) -> State:
     """The host's answer, written into lanes and slots."""
     fresh_P = reply.prompt_length_P > 0
-    last_P = jnp.take_along_axis(reply.prompt_PT, jnp.maximum(reply.prompt_length_P - 1, 0)[:, None], axis=1)[:, 0]
+    last_P = jnp.take_along_axis(reply.prompt_PT, jnp.maximum(reply.prompt_length_P - 1, 0)[:, None], axis=1)[
+        :, 0
+    ]
     prompt_last_P = jnp.where(fresh_P, last_P, state.prompt_last_P)
     start_S = reply.command_S == Command.START
     resume_S = reply.command_S == Command.CONTINUE
@@ -179,7 +194,9 @@ def _prefill_prompts(model: Transformer, layers: list[Block], config: RolloutCon
     return jax.lax.while_loop(lambda s: jnp.any(s.prompt_done_P < s.prompt_length_P), step, state)
 
 
-def _prefill_observations(model: Transformer, layers: list[Block], config: RolloutConfig, state: State) -> State:
+def _prefill_observations(
+    model: Transformer, layers: list[Block], config: RolloutConfig, state: State
+) -> State:
     """Chunks of the pending observations, `prefill_rows` slots at a time."""
     rows = min(config.prefill_rows, config.lanes * config.lane_slots)
 
@@ -190,7 +207,9 @@ def _prefill_observations(model: Transformer, layers: list[Block], config: Rollo
         count_R = jnp.minimum(jnp.take(left_S, slot_R), config.prefill_chunk)
         tokens = _chunk(jnp.take(state.pending_ST, slot_R, axis=0), done_R, config.prefill_chunk)
         start_R = jnp.take(state.place_S, slot_R)
-        cache = kv.prefill_suffix(model, layers, state.cache, slot_R, tokens, start_R, count_R, state.prompt_length_P)
+        cache = kv.prefill_suffix(
+            model, layers, state.cache, slot_R, tokens, start_R, count_R, state.prompt_length_P
+        )
         done_S = state.pending_done_S.at[slot_R].add(count_R)
         finished_S = (done_S >= state.pending_length_S) & (left_S > 0)
         return state._replace(
@@ -319,4 +338,4 @@ class Sampler:
 
     @property
     def programs_compiled(self) -> int:
-        return self._program._cache_size()
+        return self._program._cache_size()  # type: ignore[attr-defined]

@@ -26,7 +26,8 @@ def run_dir(tmp_path: Path) -> Path:
                     "dropped_groups": 2,
                     "ungraded_late": step == 3,
                     "ungraded_void": 0,
-                    "invalid_timeout": 1,
+                    "invalid_judging": 1,
+                    "invalid_trajectories": 1,
                     "rollout_s": 2.0,
                     "train_s": 1.0,
                     "grade_wait_s": 0.05,
@@ -52,27 +53,27 @@ def test_a_whole_run(run_dir: Path) -> None:
     _evaluate(run_dir, "rl", 0.5)
     text = write_summary(run_dir).read_text()
     assert "### unseen_mutant" in text
-    assert "| pass@1 | 0.375 | 0.500 | +0.125 |" in text
+    assert "| pass@1 (avg@k) | 0.375 | 0.500 | +0.125 |" in text
     assert "3 attempts were invalid" in text
     assert "| pass rate | 0.34 | 0.44 |" in text  # means of the first five and the last five steps
     assert "Groups: 60 kept, 20 dropped" in text
     assert "by cause: late 1." in text
-    assert "Invalid trajectories: timeout 10." in text
+    assert "Invalid trajectories: judging 10." in text
     assert "In RL: 0:20 sampling and tools, 0:10 training, of which 0.5 s waiting" in text
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_before_rl_there_is_no_difference(run_dir: Path) -> None:
     _evaluate(run_dir, "sft", 0.375)
-    assert "| pass@1 | 0.375 | – |  |" in write_summary(run_dir).read_text()
+    assert "| pass@1 (avg@k) | 0.375 | – |  |" in write_summary(run_dir).read_text()
     (table,) = evaluation_tables(run_dir)
-    assert table.row_count == 3
+    assert table.row_count == 2
 
 
 def test_a_mean_over_nothing_is_a_dash(run_dir: Path) -> None:
     _evaluate(run_dir, "sft", None)
     _evaluate(run_dir, "rl", 0.5)
-    assert "| pass@1 | – | 0.500 |  |" in write_summary(run_dir).read_text()
+    assert "| pass@1 (avg@k) | – | 0.500 |  |" in write_summary(run_dir).read_text()
 
 
 def test_an_empty_run_folder_is_said_to_be_empty(tmp_path: Path) -> None:

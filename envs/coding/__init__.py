@@ -1,0 +1,1 @@
+"""Code repair on real packages: building tasks, the environment, judging, demonstrations."""

@@ -1,0 +1,286 @@
+"""Confined runner processes as the host sees them: starting, asking, ending, and keeping a few alive.
+
+What is asked and whether the answer is believed is decided in `verification`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import select
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from envs import sandbox
+from envs.coding import pristine
+from envs.sandbox import Limits, Sandbox
+
+logger = logging.getLogger(__name__)
+
+_REPLY_BYTES = 256 << 20
+_GRACE_S = 10.0  # beyond the runner's own wall-clock limit
+_START_S = 120.0
+
+
+class RunnerDied(RuntimeError):
+    """A runner process ended or stopped answering; the message says what it last wrote to stderr."""
+
+
+class Runner:
+    """One confined process that runs `script` and speaks JSON lines.
+
+    Args:
+      script: `test_runner.py` (answers one request) or `warm_server.py`.
+      work: writable tree for a cold run; None when `tree` is mounted read-only at the same place.
+    """
+
+    def __init__(self, box: Sandbox, script: str, *, site: Path, tree: Path, writable: bool, memory: int) -> None:
+        here = Path(__file__).resolve().parent
+        names = ("test_runner.py", "warm_server.py", "code_swap.py")
+        readonly = {f"/runner/{name}": here / name for name in names} | {"/site": site}
+        if not writable:
+            readonly[sandbox.WORK] = tree
+        self.tree = box.place(sandbox.WORK, tree)
+        self.site = box.place("/site", site)
+        argv = [sandbox.interpreter(), "-I", box.place(f"/runner/{script}", here / script)]
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
+        self._buffer = bytearray()
+        try:
+            self._process = box.popen(
+                argv,
+                work=tree if writable else None,
+                readonly=readonly,
+                env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+                limits=Limits(cpu_s=None, memory_bytes=memory),
+                stderr=self._stderr,  # type: ignore[arg-type]
+            )
+        except BaseException:
+            self._stderr.close()
+            raise
+        assert self._process.popen.stdin and self._process.popen.stdout
+        self._stdin, self._stdout = self._process.popen.stdin.fileno(), self._process.popen.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+
+    @property
+    def pid(self) -> int:
+        """The outermost process (the sandbox's)."""
+        return self._process.popen.pid
+
+    def send(self, message: dict[str, Any], timeout_s: float = 10.0) -> None:
+        """Writes one message.
+
+        Raises:
+          RunnerDied: it has ended, or does not read.
+        """
+        data, deadline = memoryview(json.dumps(message).encode() + b"\n"), time.monotonic() + timeout_s
+        while data:
+            _, ready, _ = select.select([], [self._stdin], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RunnerDied("the runner does not read its requests")
+            try:
+                data = data[os.write(self._stdin, data) :]
+            except BrokenPipeError:
+                raise self._died() from None
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Reads one message.
+
+        Raises:
+          RunnerDied: it ended, took longer than `timeout_s` and a grace, or wrote what is not a message.
+        """
+        deadline = time.monotonic() + timeout_s + _GRACE_S
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RunnerDied(f"the runner did not answer within {timeout_s + _GRACE_S:.0f} s")
+            part = os.read(self._stdout, 1 << 20)
+            if not part:
+                raise self._died()
+            self._buffer += part
+            if len(self._buffer) > _REPLY_BYTES:
+                raise RunnerDied("the runner's answer is too long")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            raise RunnerDied("the runner's answer is not a message") from None
+        if not isinstance(message, dict):
+            raise RunnerDied("the runner's answer is not a message")
+        return message
+
+    def _died(self) -> RunnerDied:
+        self._process.kill()
+        self._stderr.seek(0)
+        lines = self._stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
+        return RunnerDied(f"the runner ended with status {self._process.popen.returncode}" + (
+            f": {lines[-1]}" if lines else ""
+        ))
+
+    def close(self) -> None:
+        """Kills the process and everything in its sandbox."""
+        self._process.kill()
+        self._stderr.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What one run of the pristine suite in a warm server has shown."""
+
+    tests: tuple[str, ...]
+    ms: dict[str, float]
+    map: dict[str, frozenset[str]]  # "path::qualified name" → tests that execute it
+    passing: frozenset[str]
+    raw: dict[str, Any]  # as another server of the package wants it
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> Facts:
+        mapped = {key: frozenset(tests) for key, tests in raw["map"].items()}
+        passing = frozenset(test for test, outcome in raw["outcomes"].items() if outcome == "passed")
+        return cls(tuple(raw["tests"]), raw["ms"], mapped, passing, raw)
+
+
+class ServerUnavailable(RuntimeError):
+    """A package's warm server cannot be started; the message says why. Cold runs may still work."""
+
+
+class Pool:
+    """Warm servers, at most `servers` of a package busy at once and `live` of all packages alive.
+
+    The least recently used idle server is ended when a new one would exceed `live`.
+    """
+
+    def __init__(self, box: Sandbox, site: Path, staging: Path, *, servers: int, live: int = 12) -> None:
+        self._box, self._site, self._staging = box, site, staging
+        self._live = max(live, servers)
+        self._slots = threading.Semaphore(servers)
+        self._lock = threading.Lock()
+        self._idle: list[tuple[str, Runner]] = []  # least recently used first
+        self._busy: set[Runner] = set()
+        self._facts: dict[str, Facts] = {}
+        self._unavailable: dict[str, str] = {}
+        self._starting: dict[str, threading.Lock] = {}
+        self._closed = False
+        self.restarts = 0
+        self.starts = 0
+
+    @contextlib.contextmanager
+    def slot(self) -> Iterator[None]:
+        """Waits until fewer than `servers` runs are going on; cold runs take one too."""
+        with self._slots:
+            yield
+
+    def facts(self, package: pristine.Pristine) -> Facts:
+        """What is known of the package, from the first server that was started for it."""
+        with self._lock:
+            known = self._facts.get(package.name)
+        if known is not None:
+            return known
+        with self.slot(), self.server(package):
+            return self._facts[package.name]
+
+    @contextlib.contextmanager
+    def server(self, package: pristine.Pristine) -> Iterator[Runner]:
+        """A server of this package, for this thread alone. One that raised is ended, not reused.
+
+        Raises:
+          ServerUnavailable: it cannot be started.
+        """
+        runner = self._take(package)
+        good = False
+        try:
+            yield runner
+            good = True
+        finally:
+            with self._lock:
+                self._busy.discard(runner)
+                keep = good and not self._closed
+                if keep:
+                    self._idle.append((package.name, runner))
+                surplus = [r for _, r in self._idle[: max(0, len(self._idle) + len(self._busy) - self._live)]]
+                self._idle = [(name, r) for name, r in self._idle if r not in surplus]
+            for ended in surplus if keep else [*surplus, runner]:
+                ended.close()
+
+    def discarded(self, package: str, why: str) -> None:
+        """Counts a server that was ended because it no longer worked."""
+        with self._lock:
+            self.restarts += 1
+        logger.warning("package %s: warm server ended and will be restarted: %s", package, why)
+
+    def _take(self, package: pristine.Pristine) -> Runner:
+        with self._lock:
+            for index in range(len(self._idle) - 1, -1, -1):
+                if self._idle[index][0] == package.name:
+                    runner = self._idle.pop(index)[1]
+                    self._busy.add(runner)
+                    return runner
+            starting = self._starting.setdefault(package.name, threading.Lock())
+        # One start at a time per package: the first builds the map, the others are handed it.
+        with starting:
+            if package.name in self._unavailable:
+                raise ServerUnavailable(self._unavailable[package.name])
+            runner = self._start(package)
+        with self._lock:
+            self._busy.add(runner)
+        return runner
+
+    def _start(self, package: pristine.Pristine) -> Runner:
+        tree = self._staging / package.name
+        if not tree.exists():
+            with tempfile.TemporaryDirectory(dir=self._staging) as folder:
+                package.write(Path(folder, "tree"), {})
+                Path(folder, "tree").rename(tree)
+        runner = Runner(
+            self._box, "warm_server.py", site=self._site, tree=tree, writable=False, memory=Limits().memory_bytes
+        )
+        known = self._facts.get(package.name)
+        try:
+            runner.send(settings(self._box, package, runner) | {"facts": known.raw if known else None, "start_s": _START_S})
+            reply = runner.receive(_START_S)
+        except RunnerDied as died:
+            reply = {"ready": False, "why": str(died)}
+        except BaseException:
+            runner.close()
+            raise
+        if not reply["ready"]:
+            runner.close()
+            self._unavailable[package.name] = f"package {package.name}: {reply['why']}"
+            logger.error("package %s has no warm server, its runs are cold: %s", package.name, reply["why"])
+            raise ServerUnavailable(self._unavailable[package.name])
+        with self._lock:
+            self.starts += 1
+            self._facts.setdefault(package.name, Facts.parse(reply["facts"]))
+        return runner
+
+    def pids(self) -> list[int]:
+        """The live servers' outermost processes."""
+        with self._lock:
+            return [runner.pid for _, runner in self._idle] + [runner.pid for runner in self._busy]
+
+    def close(self) -> None:
+        """Ends every idle server; busy ones end when their run does."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for _, runner in idle:
+            runner.close()
+
+
+def settings(box: Sandbox, package: pristine.Pristine, runner: Runner) -> dict[str, Any]:
+    """The first message to a runner."""
+    return {
+        "tree": runner.tree,
+        "site": runner.site,
+        "roots": [os.path.normpath(os.path.join(runner.tree, root)) for root in package.import_roots],
+        "sources": package.python_sources(),
+        "tests": list(package.tests),
+        "deselect": list(package.deselect),
+        "contained": box.kind != "none",
+    }

@@ -1,0 +1,344 @@
+"""The agent's tools: the grammar of actions, and an editor with one window on a working copy.
+
+An action is one command on its first line; `edit` and `insert` take the lines below it.
+
+    view NAME | view PATH A-B     open the window on a function or class, or on lines of a file
+    search TEXT                   lines that contain TEXT, sources first
+    edit A-B | edit A             replace these lines of the window by the lines below (none: delete)
+    insert A                      put the lines below after line A of the window (0: before the first)
+    test | submit                 run the tests of the task; end the episode
+
+Lines count from 1 within the window as it stands now. Texts are short because tokens are dear, and hold
+no path of this machine, no time and nothing else that differs between runs. Tests are run in `env.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+
+from envs.coding.mutation import docstring_lines
+from envs.coding.workspace import Workspace, WorkspacePathError
+
+GRAMMAR = "use: view NAME | view PATH A-B | search TEXT | edit A-B | insert A | test | submit"
+MAX_ACTION_CHARS = 20_000
+MAX_WINDOW_LINES = 60
+MAX_HITS = 4
+_HIT_CHARS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewLines:
+    path: str
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """Replaces lines first..last of the window; first = last + 1 inserts after `last`."""
+
+    first: int
+    last: int
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Submit:
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Malformed:
+    """An action that is none; `why` goes to the agent."""
+
+    why: str
+
+
+Action = View | ViewLines | Search | Edit | Test | Submit | Malformed
+
+
+def parse_action(text: str) -> Action:
+    """Reads an action; anything that is not one comes back as `Malformed`, never as an exception."""
+    if len(text) > MAX_ACTION_CHARS:
+        return Malformed(f"longer than {MAX_ACTION_CHARS} characters")
+    head, _, body = text.partition("\n")
+    word, _, argument = head.strip().partition(" ")
+    argument = argument.strip()
+    if word in ("edit", "insert"):
+        return _parse_edit(word, argument, body)
+    if body.strip():
+        return Malformed(
+            f"{word or 'the command'} takes one line" if word in _ONE_LINE else "no command on line 1"
+        )
+    if word in ("test", "submit"):
+        return Malformed(f"{word} takes nothing") if argument else (Test() if word == "test" else Submit())
+    if word == "search":
+        return Search(argument) if argument else Malformed("search for what?")
+    if word == "view":
+        lines = re.fullmatch(r"(\S+) (\d{1,6})-(\d{1,6})", argument)
+        if lines:
+            return ViewLines(lines[1], int(lines[2]), int(lines[3]))
+        return (
+            View(argument)
+            if re.fullmatch(r"\w+(\.\w+)*", argument)
+            else Malformed("view needs a NAME or PATH A-B")
+        )
+    return Malformed(f"no command {word[:20]!r}" if word else "empty action")
+
+
+_ONE_LINE = ("view", "search", "test", "submit")
+
+
+def _parse_edit(word: str, argument: str, body: str) -> Action:
+    lines = tuple(body.removesuffix("\n").split("\n")) if body else ()
+    single = re.fullmatch(r"\d{1,6}", argument)
+    if word == "insert":
+        if not single:
+            return Malformed("insert needs one line number")
+        return (
+            Edit(int(argument) + 1, int(argument), lines)
+            if lines
+            else Malformed("insert needs lines below it")
+        )
+    span = re.fullmatch(r"(\d{1,6})-(\d{1,6})", argument)
+    if span and int(span[1]) <= int(span[2]):
+        return Edit(int(span[1]), int(span[2]), lines)
+    return (
+        Edit(int(argument), int(argument), lines)
+        if single
+        else Malformed("edit needs a line number A or lines A-B")
+    )
+
+
+@dataclasses.dataclass
+class Window:
+    """Lines first..last (1-based, inclusive; last is first - 1 when empty) of a file, and their name."""
+
+    path: str
+    first: int
+    last: int
+    title: str
+
+
+class Editor:
+    """One window on one working copy.
+
+    Args:
+      workspace: the working copy.
+      sources, tests: paths of the package, in the order in which names and texts are looked up.
+      observation_chars: longer observations are cut in the middle.
+    """
+
+    def __init__(
+        self, workspace: Workspace, *, sources: Sequence[str], tests: Sequence[str], observation_chars: int
+    ):
+        self.workspace = workspace
+        self.paths = [*sources, *tests]
+        self.observation_chars = observation_chars
+        self.window: Window | None = None
+
+    def view(self, name: str) -> str:
+        """Opens the window on a function or class by name, qualified or not; the current file comes first."""
+        here = [self.window.path] if self.window else []
+        leaf = name.split(".")[-1]
+        definition = re.compile(
+            rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{re.escape(leaf)}\b", re.MULTILINE
+        )
+        for path in dict.fromkeys([*here, *self.paths]):
+            text = self.workspace.read(path)
+            if text and definition.search(text) and (found := locate(text, name)):
+                self.window = Window(path, *found, name)
+                return self.show()
+        return f"no function or class {name}"
+
+    def view_lines(self, path: str, first: int, last: int) -> str:
+        """Opens the window on lines of a file."""
+        try:
+            text = self.workspace.read(path)
+        except WorkspacePathError as error:
+            return str(error)
+        if text is None:
+            return f"no file {path}"
+        count = len(split_lines(text))
+        if not 1 <= first <= min(last, count):
+            return f"{path} has lines 1-{count}"
+        last = min(last, count, first + MAX_WINDOW_LINES - 1)
+        self.window = Window(path, first, last, f"{first}-{last}")
+        return self.show()
+
+    def show(self) -> str:
+        """The window: its file and name, then `N|code` a line, a docstring folded to its first line."""
+        window = self.window
+        assert window is not None
+        text = self.workspace.read(window.path) or ""
+        return self.cut(f"{window.path} {window.title}\n{render(text, window.first, window.last)}")
+
+    def search(self, wanted: str) -> str:
+        """Lines that contain a text: how many, and the first few."""
+        hits = []
+        for path in self.paths:
+            text = self.workspace.read(path)
+            if text and wanted in text:
+                lines = split_lines(text)
+                hits += [
+                    f"{path}:{n}: {line.strip()[:_HIT_CHARS]}"
+                    for n, line in enumerate(lines, 1)
+                    if wanted in line
+                ]
+        if not hits:
+            return "no hits"
+        total = f"{len(hits)} hits" if len(hits) > 1 else "1 hit"
+        return self.cut(
+            "\n".join([f"{total}, first {MAX_HITS}:" if len(hits) > MAX_HITS else total, *hits[:MAX_HITS]])
+        )
+
+    def edit(self, action: Edit) -> str:
+        """Changes lines of the window and says so in a word or two.
+
+        Raises:
+          OSError: the disk failed.
+        """
+        window = self.window
+        if window is None:
+            return "no window is open: view NAME first"
+        size = window.last - window.first + 1
+        inserts = action.first == action.last + 1
+        if action.last > size or (action.first < 1):
+            return f"the window has lines 1-{size}"
+        text = self.workspace.read(window.path) or ""
+        lines = split_lines(text)
+        end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+        new = [line.rstrip("\r") + end for line in action.lines]
+        start, stop = window.first - 1 + action.first - 1, window.first - 1 + action.last
+        if inserts and start and not lines[start - 1].endswith("\n"):
+            lines[start - 1] += end
+        edited = "".join([*lines[:start], *new, *lines[stop:]])
+        if edited == text:
+            return "ok, nothing changed"
+        self.workspace.write(window.path, edited)
+        delta = len(new) - (stop - start)
+        window.last += delta
+        error = syntax_error(edited) if window.path.endswith(".py") else None
+        said = f"ok, {size + delta} lines" if delta else "ok"
+        if error:
+            place = error.lineno - window.first + 1 if error.lineno else 0
+            where = f" at {place}" if 1 <= place <= size + delta else ""
+            return self.cut(f"{said}; syntax error{where}: {error.msg}")
+        return said
+
+    def cut(self, text: str) -> str:
+        """The text, or its head and tail by whole lines around a note on what was left out."""
+        if len(text) <= self.observation_chars:
+            return text
+        lines, room = text.split("\n"), self.observation_chars - len("\n[999999 lines cut]\n")
+        head, tail = [], []
+        while lines and len(lines[0]) + 1 <= room // 2 - sum(len(x) + 1 for x in head):
+            head.append(lines.pop(0))
+        while lines and len(lines[-1]) + 1 <= room // 2 - sum(len(x) + 1 for x in tail):
+            tail.insert(0, lines.pop())
+        if not head and not tail:
+            return text[: room // 2] + "\n[cut]\n" + text[-(room // 2) :]
+        return "\n".join([*head, f"[{len(lines)} lines cut]", *tail])
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines with their ends; only `\\n` ends a line, as in git."""
+    lines = text.split("\n")
+    return [f"{line}\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+
+
+def render(text: str, first: int, last: int) -> str:
+    """Lines first..last as `N|code` a line, N from 1; a docstring inside is one line, `N|    \"\"\"...`."""
+    lines = split_lines(text)
+    folds = _docstrings(text)
+    shown, number = [], first
+    while number <= min(last, len(lines)):
+        line = lines[number - 1].rstrip("\r\n")
+        fold = folds.get(number)
+        if fold and fold <= last:
+            line = line[: len(line) - len(line.lstrip())] + '"""...'
+        shown.append(f"{number - first + 1}|{line}")
+        number = (fold if fold and fold <= last else number) + 1
+    return "\n".join(shown)
+
+
+@functools.lru_cache(maxsize=128)
+def _docstrings(text: str) -> dict[int, int]:
+    """First line -> last line of every docstring; none where the text does not parse."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found = (docstring_lines(node) for node in ast.walk(tree))
+    return {lines[0]: lines[1] for lines in found if lines}
+
+
+@functools.lru_cache(maxsize=128)
+def locate(text: str, name: str) -> tuple[int, int] | None:
+    """First and last line of a definition, decorators included; by syntax or, failing that, by indent."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return _locate_by_indent(text, name.split(".")[-1])
+    found: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]] = []
+    stack: list[tuple[str, ast.AST]] = [("", tree)]
+    while stack:
+        prefix, node = stack.pop(0)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.append((prefix + child.name, child))
+                stack.append((f"{prefix}{child.name}.", child))
+            elif isinstance(child, ast.If | ast.Try | ast.With):
+                stack.append((prefix, child))
+    for qualname, node in found:
+        if qualname == name or qualname.endswith(f".{name}"):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            return first, node.end_lineno or node.lineno
+    return None
+
+
+def _locate_by_indent(text: str, leaf: str) -> tuple[int, int] | None:
+    lines = split_lines(text)
+    for index, line in enumerate(lines):
+        match = re.match(rf"([ \t]*)(?:async[ \t]+)?(?:def|class)[ \t]+{re.escape(leaf)}\b", line)
+        if match:
+            last = index
+            for below in range(index + 1, len(lines)):
+                stripped = lines[below].strip()
+                indent = len(lines[below]) - len(lines[below].lstrip())
+                if stripped and indent <= len(match[1]) and not stripped.startswith(")"):
+                    break
+                last = below if stripped else last
+            return index + 1, last + 1
+    return None
+
+
+@functools.lru_cache(maxsize=128)
+def syntax_error(text: str) -> SyntaxError | None:
+    """Why the text does not compile, if it does not."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return error
+    except ValueError as error:  # NUL bytes
+        return SyntaxError(str(error))
+    return None

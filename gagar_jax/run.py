@@ -1,0 +1,185 @@
+"""One run: its folder, and what every stage of it shares (tasks, tokenizer, mesh, environments).
+
+A folder belongs to one configuration. Opening it again goes on with it; settings that change what the
+run computes are refused, and named.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import logging
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import gymnasium
+import jax
+from flax import nnx
+
+from gagar_jax import config as settings
+from gagar_jax.config import Config
+from gagar_jax.console import Console
+from gagar_jax.data.packing import check_row_length
+from gagar_jax.data.tokenizer import END, Tokenizer
+from gagar_jax.metrics import MetricsWriter, write_atomic, writing
+from gagar_jax.model import sharding, transformer
+from gagar_jax.plugins import environment_plugin
+from gagar_jax.rollout.collector import Collector
+from gagar_jax.rollout.exchange import EnvPool
+from gagar_jax.rollout.sampler import Sampler
+from gagar_jax.types import UserError
+
+log = logging.getLogger(__name__)
+
+PHASES = ("tasks", "demonstrations", "warm start", "evaluate warm start", "reinforce", "evaluate")
+
+# Settings that may differ when a folder is opened again: they change where a run ends or how it is
+# watched, not what it computes on the way.
+FREE = {
+    *("name", "run_dir", "tasks.dir", "tasks.workers", "env.workers", "sft.log_every"),
+    *("train.steps", "train.checkpoint_every", "train.keep_checkpoints"),
+    *("eval.samples", "eval.max_tasks", "eval.splits", "grading.concurrency", "grading.deadline_s"),
+}
+
+
+def changed_settings(old: Config, new: Config) -> list[str]:
+    """`key: old → new` for every setting that would make this another run."""
+
+    def leaves(value: Any, path: str = "") -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {path: value}
+        return {
+            k: v for key, part in value.items() for k, v in leaves(part, f"{path}.{key}".lstrip(".")).items()
+        }
+
+    before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
+    keys = [key for key in after if key not in FREE and before.get(key) != after[key]]
+    return [f"{key}: {before.get(key)} → {after[key]}" for key in keys]
+
+
+class Run:
+    """An open run folder. A context manager: `with Run(config) as run`.
+
+    Raises:
+      UserError: another process has the folder, or it belongs to another configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.dir = config, config.run_dir
+        _check(config)
+        with writing(self.dir):
+            (self.dir / "trajectories").mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.dir)
+        saved = self.dir / "config.yaml"
+        if saved.exists() and (changed := changed_settings(settings.load(saved), config)):
+            raise UserError(
+                f"{self.dir} belongs to a run with other settings ({'; '.join(changed)}). "
+                "Use another --run-dir, or remove the folder."
+            )
+        write_atomic(saved, settings.dump(config))
+        self.console = Console(config.name, phases=PHASES, run_dir=self.dir)
+        self.metrics = MetricsWriter(self.dir)
+        self.plugin = environment_plugin(config.env.id)
+        self.mesh = sharding.make_mesh(data=config.mesh.data, model=config.mesh.model)
+        self.key = jax.random.key(config.seed)
+        self._pool: EnvPool | None = None
+
+    def __enter__(self) -> Run:
+        self.console.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self.metrics.close()
+        self.console.__exit__(kind, error, tb)
+        self._lock.close()
+
+    # ---- what the stages share, made when first needed
+
+    @functools.cached_property
+    def tasks_dir(self) -> Path:
+        with self.console.phase("tasks"):
+            return self.plugin.prepare(
+                self.config.tasks.model_dump(mode="json"),
+                confinement=self.config.env.confinement,
+                progress=lambda done, total, message: self.console.update(done, total=total, message=message),
+            )
+
+    @functools.cached_property
+    def tasks(self) -> dict[str, list[dict[str, Any]]]:
+        """The task records of each split, by instance id."""
+        splits: dict[str, list[dict[str, Any]]] = {}
+        for record in sorted(self.plugin.load(self.tasks_dir), key=lambda r: r["instance_id"]):
+            splits.setdefault(record["split"], []).append(record)
+        if not splits.get("train"):
+            raise UserError(
+                f"{self.tasks_dir} has no task in the split 'train'; build more (tasks.max_tasks)"
+            )
+        return splits
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        path = self.dir / "tokenizer.json"
+        source = self.config.sft.warm_start_from
+        if not path.exists() and source is not None:
+            _require(source / "tokenizer.json", "sft.warm_start_from")
+            with writing(path):
+                shutil.copyfile(source / "tokenizer.json", path)
+        if not path.exists():
+            texts = self.plugin.corpus(self.tasks_dir)
+            Tokenizer.train(texts, self.config.model.vocab_size).save(path)
+        return Tokenizer.load(path)
+
+    @functools.cached_property
+    def graph(self) -> nnx.GraphDef[transformer.Transformer]:
+        return transformer.abstract(self.config.model)[0]
+
+    @functools.cached_property
+    def collector(self) -> Collector:
+        kwargs = self.plugin.env_kwargs(self.tasks_dir, self.config.env.model_dump(mode="json"))
+        rollout = self.config.rollout
+        self._pool = EnvPool(
+            lambda: gymnasium.make(self.config.env.id, disable_env_checker=True, **kwargs),
+            size=rollout.lanes * rollout.lane_slots,
+            workers=self.config.env.workers,
+        )
+        sampler = Sampler(self.graph, rollout, END, self.mesh)
+        return Collector(sampler, self._pool, self.tokenizer, rollout, key=self.key)
+
+
+def _check(config: Config) -> None:
+    """What can only be checked across sections, before anything is spent."""
+    try:
+        check_row_length(
+            config.train.row_length,
+            max_prompt=config.rollout.max_prompt,
+            max_continuation=config.rollout.max_continuation,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _require(path: Path, key: str) -> None:
+    if not path.exists():
+        raise UserError(f"{key}: {path} does not exist")
+
+
+def _lock(run_dir: Path) -> Any:
+    """An open, locked file that keeps a second process out; released when closed, or when we die."""
+    file = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(
+            f"another process is working in {run_dir}; wait for it or use another --run-dir"
+        ) from None
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
