@@ -24,14 +24,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import os
-import selectors
-import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -42,16 +38,13 @@ from pathlib import Path
 from typing import IO, Literal
 
 from envs import seccomp
+from envs.sandbox_io import MARKER, communicate, kill_marked
+from envs.sandbox_view import WORK, bubblewrap_argv, interpreter, mounts, namespaces_script
 from gagar_jax.types import UserError
 
-logger = logging.getLogger(__name__)
+__all__ = ["WORK", "Completed", "ConfinementError", "Limits", "Process", "Sandbox", "detect", "interpreter"]
 
 Kind = Literal["bubblewrap", "namespaces", "none"]
-WORK = "/work"
-"""Where the writable folder of a confined command lies, as the command sees it."""
-
-_TMPFS_BYTES = 256 << 20
-_MARKER = "GAGAR_SANDBOX_RUN"
 _TOOLS = {"bubblewrap": ("bwrap", "setpriv", "prlimit"), "none": ("prlimit",)}
 _TOOLS["namespaces"] = ("unshare", "mount", "umount", "pivot_root", "setpriv", "prlimit", "sh")
 
@@ -85,104 +78,6 @@ class Completed:
     wall_s: float
 
 
-# ---- the view of the file system, as a list of mounts both mechanisms render
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mount:
-    kind: Literal["ro", "rw", "tmpfs", "symlink"]
-    inside: str
-    source: str = ""  # host path; the link's target for symlink
-
-
-def interpreter() -> str:
-    """The real interpreter behind the running one (not the virtual environment's link to it)."""
-    return os.path.realpath(sys.executable)
-
-
-def _system_mounts() -> Iterator[_Mount]:
-    yield _Mount("ro", "/usr", "/usr")
-    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
-        path = Path("/", name)
-        if path.is_symlink():
-            yield _Mount("symlink", str(path), os.readlink(path))
-        elif path.is_dir():
-            yield _Mount("ro", str(path), str(path))
-    if Path("/etc/ld.so.cache").exists():
-        yield _Mount("ro", "/etc/ld.so.cache", "/etc/ld.so.cache")
-    base = os.path.realpath(sys.base_prefix)
-    if not Path(base).is_relative_to("/usr"):
-        yield _Mount("ro", base, base)
-    # An installed copy of a package under test would be the answer to every task on it.
-    for prefix in sorted({base, "/usr", "/usr/local"}):
-        for folder in sorted(Path(prefix, "lib").glob("python3*/*-packages")):
-            yield _Mount("tmpfs", str(folder))
-
-
-def _mounts(work: Path | None, readonly: Mapping[str, Path]) -> list[_Mount]:
-    mounts = [*_system_mounts(), _Mount("tmpfs", "/tmp"), _Mount("tmpfs", "/dev/shm")]
-    mounts += [_Mount("ro", inside, str(host.resolve(strict=True))) for inside, host in readonly.items()]
-    if work is not None:
-        mounts.append(_Mount("rw", WORK, str(work.resolve(strict=True))))
-    return mounts
-
-
-def _bubblewrap_argv(mounts: Sequence[_Mount], env: Mapping[str, str], cwd: str, seccomp_fd: int) -> list[str]:
-    argv = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    argv += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
-    if os.geteuid() != 0:
-        argv.append("--unshare-user")
-    argv += [part for key, value in env.items() for part in ("--setenv", key, value)]
-    argv += ["--proc", "/proc", "--dev", "/dev"]
-    made: set[str] = set()
-    for mount in mounts:
-        # bwrap would make missing parents 0700, closed to the uid the command runs under.
-        for parent in reversed(Path(mount.inside).parents):
-            if str(parent) not in made and not any(parent.is_relative_to(m) for m in made if m != "/"):
-                argv += ["--perms", "0755", "--dir", str(parent)] if str(parent) != "/" else []
-        if mount.kind == "tmpfs":
-            argv += ["--perms", "1777", "--size", str(_TMPFS_BYTES), "--tmpfs", mount.inside]
-        elif mount.kind == "symlink":
-            argv += ["--symlink", mount.source, mount.inside]
-        else:
-            argv += ["--ro-bind" if mount.kind == "ro" else "--bind", mount.source, mount.inside]
-            made.add(mount.inside)
-    if seccomp_fd >= 0:
-        argv += ["--seccomp", str(seccomp_fd)]
-    return [*argv, "--chdir", cwd, "--"]
-
-
-def _namespaces_script(mounts: Sequence[_Mount], root: str, cwd: str) -> str:
-    """A shell script that builds the view under `root`, moves into it and runs "$@" as its child.
-
-    The shell stays as process 1: changing the uid clears the parent-death signal, so the process
-    that dies with `unshare` must be one that keeps its uid.
-    """
-    lines = ['set -eu; PATH="$PATH:/usr/sbin:/sbin"']
-    lines += [f"mount -t tmpfs -o mode=0755,size=16m tmpfs {shlex.quote(root)}", f"cd {shlex.quote(root)}"]
-    lines += ["mkdir -p proc dev old", "mount -t proc proc proc", "ip link set lo up 2>/dev/null || true"]
-    for name in ("null", "zero", "full", "random", "urandom"):
-        lines += [f"touch dev/{name}", f"mount --bind /dev/{name} dev/{name}"]
-    lines += ["ln -s /proc/self/fd dev/fd"]
-    for mount in mounts:
-        inside, source = shlex.quote(mount.inside.lstrip("/")), shlex.quote(mount.source)
-        if mount.kind == "symlink":
-            lines.append(f"ln -s {source} {inside}")
-            continue
-        if mount.kind == "tmpfs":
-            lines.append(f"mkdir -p {inside} 2>/dev/null; mount -t tmpfs -o mode=1777,size={_TMPFS_BYTES} t {inside}")
-            continue
-        if Path(mount.source).is_dir():
-            lines.append(f"mkdir -p {inside}")
-        else:
-            lines.append(f"mkdir -p $(dirname {inside}); touch {inside}")
-        lines.append(f"mount --rbind {source} {inside}")
-        if mount.kind == "ro":
-            lines.append(f"mount -o remount,bind,ro {inside}")
-    lines += ["pivot_root . old", "umount -l /old", "rmdir /old", "mount -o remount,ro /", f"cd {shlex.quote(cwd)}"]
-    return "\n".join([*lines, 'set +e; "$@"; exit $?'])
-
-
 _slots = itertools.count()
 
 
@@ -199,7 +94,13 @@ def _give(folder: Path, uid: int) -> None:
 
 
 def _limit_argv(limits: Limits) -> list[str]:
-    argv = ["prlimit", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}", "--nofile=256", "--core=0"]
+    argv = [
+        "prlimit",
+        f"--as={limits.memory_bytes}",
+        f"--fsize={limits.file_bytes}",
+        "--nofile=256",
+        "--core=0",
+    ]
     if limits.cpu_s is not None:
         argv.append(f"--cpu={limits.cpu_s}")
     return [*argv, f"--nproc={limits.processes}"]
@@ -217,7 +118,9 @@ class Sandbox:
 
     def __init__(self, kind: Kind) -> None:
         if kind not in _TOOLS:
-            raise ValueError(f"Sandbox kind must be one of {sorted(_TOOLS)}, not {kind!r}: resolve it with detect()")
+            raise ValueError(
+                f"Sandbox kind must be one of {sorted(_TOOLS)}, not {kind!r}: resolve it with detect()"
+            )
         self.kind = kind
         self._root = tempfile.mkdtemp(prefix="gagar-root-")  # where `namespaces` mounts, unseen by the host
         # A process that dies with its parent dies with the *thread* that started it, so long-lived
@@ -241,7 +144,7 @@ class Sandbox:
         readonly: Mapping[str, Path] | None = None,
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
-        limits: Limits = Limits(),  # noqa: B008  frozen
+        limits: Limits = Limits(),
     ) -> Completed:
         """Runs a command to its end, and kills everything it started.
 
@@ -260,7 +163,7 @@ class Sandbox:
         process = self._start(argv, work, readonly or {}, env or {}, limits, subprocess.PIPE)
         started = time.monotonic()
         try:
-            out, err, why = _communicate(process.popen, stdin, limits, started)
+            out, err, why = communicate(process.popen, stdin, limits.output_bytes, started + limits.wall_s)
         finally:
             process.kill()
         returncode = process.popen.wait()
@@ -274,10 +177,10 @@ class Sandbox:
         work: Path | None = None,
         readonly: Mapping[str, Path] | None = None,
         env: Mapping[str, str] | None = None,
-        limits: Limits = Limits(),  # noqa: B008  frozen
+        limits: Limits = Limits(),
         stderr: IO[bytes] | int = subprocess.DEVNULL,
     ) -> Process:
-        """Starts a long-lived command with pipes on stdin and stdout; the caller bounds its time and output."""
+        """Starts a long-lived command with pipes on stdin and stdout; the caller bounds it."""
         start = functools.partial(self._start, argv, work, readonly or {}, env or {}, limits, stderr)
         return self._spawner.submit(start).result()
 
@@ -291,8 +194,13 @@ class Sandbox:
         stderr: IO[bytes] | int,
     ) -> Process:
         token = uuid.uuid4().hex
-        full_env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
-        full_env |= {"TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", **env, _MARKER: token}
+        full_env = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": "/tmp",
+            "TMPDIR": "/tmp",
+            "LANG": "C.UTF-8",
+        }
+        full_env |= {"TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", **env, MARKER: token}
         command = [*_limit_argv(limits), *argv]
         scratch = tempfile.mkdtemp(prefix="gagar-tmp-") if self.kind == "none" else None
         cwd: str | Path = "/"
@@ -303,16 +211,26 @@ class Sandbox:
                 cwd = work or scratch
             else:
                 command = [*self._drop_argv(work), *command]
-                mounts, inside = _mounts(work, readonly), WORK if work is not None else "/tmp"
+                view, inside = mounts(work, readonly), WORK if work is not None else "/tmp"
             if self.kind == "bubblewrap":
                 filter_fd = stack.enter_context(_seccomp_file())
                 pass_fds = (filter_fd,) if filter_fd >= 0 else ()
-                command = [*_bubblewrap_argv(mounts, full_env, inside, filter_fd), *command]
+                command = [*bubblewrap_argv(view, full_env, inside, filter_fd), *command]
             elif self.kind == "namespaces":
-                script = _namespaces_script(mounts, self._root, inside)
+                script = namespaces_script(view, self._root, inside)
                 user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
                 command = [
-                    *("setpriv", "--pdeathsig", "KILL", "unshare", *user, "--mount", "--pid", "--net", "--ipc"),
+                    *(
+                        "setpriv",
+                        "--pdeathsig",
+                        "KILL",
+                        "unshare",
+                        *user,
+                        "--mount",
+                        "--pid",
+                        "--net",
+                        "--ipc",
+                    ),
                     *("--uts", "--fork", "--kill-child=KILL", "--propagation", "private"),
                     *("sh", "-c", script, "sh", *command),
                 ]
@@ -360,25 +278,8 @@ class Process:
                 with contextlib.suppress(OSError):  # unsent input of a command that is dead
                     pipe.close()
         if self.scratch is not None:
-            _kill_marked(self.token)
+            kill_marked(self.token)
             shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _kill_marked(token: str) -> None:
-    marker = f"{_MARKER}={token}".encode()
-    for _ in range(100):  # a fork bomb refills while it is being killed
-        found = False
-        for entry in os.scandir("/proc"):
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):  # it ended, or is another user's
-                if marker in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    found = True
-        if not found:
-            return
-        time.sleep(0.01)
-    logger.warning("descendants of a confined command would not die; its marker is %s", marker.decode())
 
 
 @contextlib.contextmanager
@@ -395,81 +296,6 @@ def _seccomp_file() -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _communicate(
-    process: subprocess.Popen[bytes], stdin: bytes, limits: Limits, started: float
-) -> tuple[bytes, bytes, str]:
-    """Feeds stdin and reads both outputs until the command ends, takes too long or writes too much.
-
-    The command's end counts, not its pipes': a daemon it left behind may hold them open.
-    """
-    assert process.stdin and process.stdout and process.stderr
-    output = {process.stdout: bytearray(), process.stderr: bytearray()}
-    pending = memoryview(stdin)
-    why, deadline = "", started + limits.wall_s
-    with selectors.DefaultSelector() as selector, _pidfd(process.pid) as ended:
-        for pipe in (process.stdin, *output):
-            os.set_blocking(pipe.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(ended, selectors.EVENT_READ)
-        for pipe in output:
-            selector.register(pipe, selectors.EVENT_READ)
-        over = False
-        while not over and not why:
-            ready = selector.select(deadline - time.monotonic())
-            if not ready or time.monotonic() > deadline:
-                why = "timed out"
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    pending = _feed(process.stdin, pending)
-                    if not pending:
-                        selector.unregister(process.stdin)
-                elif key.fileobj == ended:
-                    over = True
-                elif not _take(key.fileobj, output[key.fileobj], limits.output_bytes):  # type: ignore[index,arg-type]
-                    selector.unregister(key.fileobj)
-            if any(len(buffer) > limits.output_bytes for buffer in output.values()):
-                why = "truncated"
-        for pipe, buffer in output.items():
-            while _take(pipe, buffer, limits.output_bytes):
-                pass
-    cut = [bytes(buffer[: limits.output_bytes]) for buffer in output.values()]
-    if any(len(buffer) > limits.output_bytes for buffer in output.values()):
-        why = why or "truncated"
-    return cut[0], cut[1], why
-
-
-@contextlib.contextmanager
-def _pidfd(pid: int) -> Iterator[int]:
-    fd = os.pidfd_open(pid)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _feed(pipe: IO[bytes], pending: memoryview) -> memoryview:
-    try:
-        pending = pending[os.write(pipe.fileno(), pending) :] if pending else pending
-    except BlockingIOError:
-        return pending
-    except BrokenPipeError:  # the command does not want the rest
-        pending = pending[len(pending) :]
-    if not pending:
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-    return pending
-
-
-def _take(pipe: IO[bytes], buffer: bytearray, limit: int) -> bool:
-    """Reads once without waiting; False when there is nothing (now or ever) or the limit is passed."""
-    try:
-        data = os.read(pipe.fileno(), 65536)
-    except BlockingIOError:
-        return False
-    buffer += data
-    return bool(data) and len(buffer) <= limit
 
 
 # ---- which kind works here
@@ -513,7 +339,9 @@ def _probe(kind: Kind) -> str:
     sandbox = Sandbox(kind)
     try:
         with tempfile.TemporaryDirectory(prefix="gagar-probe-") as folder:
-            done = sandbox.run([interpreter(), "-I", "-c", script], work=Path(folder), limits=Limits(wall_s=20))
+            done = sandbox.run(
+                [interpreter(), "-I", "-c", script], work=Path(folder), limits=Limits(wall_s=20)
+            )
     finally:
         sandbox.close()
     if done.returncode == 0:

@@ -191,6 +191,7 @@ def _record(
     digest = hashlib.sha256(mutant.encode()).hexdigest()[:8]
     module = path.removesuffix(".py").replace("/__init__", "").split("/")[-1]
     shift = mutant.count("\n") - source.count("\n")
+    lines = mutant.split("\n")[function.first_line - 1 : function.last_line + shift]
     shown = min(broken, key=lambda test: (len(test_name(test)), test))
     return {
         "instance_id": f"{tree.name}__{module}.{function.qualname}__{found.operator}_{digest}",
@@ -206,6 +207,7 @@ def _record(
         "qualname": function.qualname,
         "line": min(found.line, function.last_line + shift),
         "operator": found.operator,
+        "text_sha256": hashlib.sha256("".join(lines).strip().encode()).hexdigest(),  # for build.py, not kept
         "mutation": {"start": found.start, "end": found.end, "replacement": found.replacement},
     }
 

@@ -247,11 +247,15 @@ class _Builder:
             return self._once(f"function/{job[0].key}", admit)
 
         records: list[dict[str, Any]] = []
+        texts: set[str] = set()
         functions = 0
         total = self.tasks["max_tasks"]
         for result in _in_order(jobs(), run, self.tasks["workers"]):
             tried = Admission(**result)
-            records += tried.records
+            fresh = [record for record in tried.records if record["text_sha256"] not in texts]
+            texts |= {record["text_sha256"] for record in fresh}
+            records += fresh
+            self.rejected["same text as another"] += len(tried.records) - len(fresh)
             functions += bool(tried.records)
             self.rejected += collections.Counter(tried.rejected)
             last = tried.records[-1]["package"] if tried.records else "…"

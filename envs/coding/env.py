@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from envs.coding import tools
 from envs.coding.shared import acquire
-from envs.coding.tasks import TaskError, test_name
+from envs.coding.tasks import PackageTree, TaskError, test_name
 from envs.coding.workspace import WorkspacePathError
 from envs.sandbox import ConfinementError
 from gagar_jax.types import Outcome, Status, StopReason
@@ -94,6 +94,18 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         self._fault = ""
         self._over = True
 
+    def task(self, instance_id: str) -> dict[str, Any]:
+        """A task's record.
+
+        Raises:
+          TaskError: there is no such task.
+        """
+        return self._shared.task(instance_id)
+
+    def package(self, task: dict[str, Any]) -> PackageTree:
+        """The pristine tree of a task's package. For demonstrators and tests; agents never see it."""
+        return self._shared.templates.package(task["package"])
+
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
@@ -123,7 +135,7 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
     def _open(self) -> str:
         template = self._shared.templates.get(self._task)
         self._editor = self._shared.editor(template, observation_chars=self.observation_chars)
-        prompt = self._shared.prompt(self._task, self._editor, self.locate)
+        prompt = self._shared.prompt(template, self._task, self.locate, self.observation_chars)
         self._editor.window = copy.copy(prompt.window)
         return prompt.text
 

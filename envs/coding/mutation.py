@@ -261,7 +261,7 @@ class _Finder:
     def _between(
         self, operator: str, left: ast.AST, right: ast.AST, table: dict[str, tuple[str, ...]]
     ) -> Iterator[Mutation]:
-        """Replaces the operator token between two operands, whatever brackets and line breaks are around it."""
+        """Replaces the operator token between two operands, whatever brackets and breaks are around it."""
         start, end = self.span(left)[1], self.span(right)[0]
         gap = self.data[start:end].decode()
         match = re.fullmatch(r"([\s)\\]*)([^\s()\\#]+(?:\s+(?:not|in)\b)?)([\s(\\]*)", gap)

@@ -41,8 +41,16 @@ _IGNORED_DIRS = {"__pycache__", ".git", ".pytest_cache"}
 _TEST_DIRS = {"test", "tests", "testing"}
 # Read by pytest or the interpreter wherever they lie, or loaded instead of the source beside them.
 _PROTECTED_NAMES = {"conftest.py", "sitecustomize.py", "usercustomize.py", "setup.py", "setup.cfg", "tox.ini"}
-_PROTECTED_NAMES |= {"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "pyproject.toml", DESCRIPTION}
+_PROTECTED_NAMES |= {
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "pyproject.toml",
+    DESCRIPTION,
+}
 _PROTECTED_SUFFIXES = {".pth", ".pyc", ".pyo", ".so", ".pyd", ".egg-link"}
+_RUNNER = ("test_runner.py", "warm_server.py", "code_swap.py")
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(.*)$")
 
 
@@ -72,12 +80,20 @@ class Pristine:
         except FileNotFoundError:
             raise PackageError(f"{path}: no such package; build the tasks again") from None
         except (KeyError, TypeError, ValueError) as error:
-            raise PackageError(f"{path}: not a package description ({error!r}); build the tasks again") from None
+            raise PackageError(
+                f"{path}: not a package description ({error!r}); build the tasks again"
+            ) from None
 
     def counts(self, path: str) -> bool:
         """Whether an agent's change to this path takes part in judging; otherwise it is restored."""
         parts = PurePosixPath(path).parts
-        if not parts or path.startswith("/") or ".." in parts or "\0" in path or str(PurePosixPath(path)) != path:
+        if (
+            not parts
+            or path.startswith("/")
+            or ".." in parts
+            or "\0" in path
+            or str(PurePosixPath(path)) != path
+        ):
             return False
         name = parts[-1]
         if not any(_within(path, source) for source in self.sources):
@@ -88,7 +104,7 @@ class Pristine:
             return False
         if name in _PROTECTED_NAMES or PurePosixPath(name).suffix in _PROTECTED_SUFFIXES:
             return False
-        return not (name.startswith("test_") or name.endswith("_test.py"))
+        return not _is_test_file(name)
 
     def effective(self, changed: Changes) -> dict[str, bytes | None]:
         """The changes that count, sorted by path, without those that change nothing."""
@@ -109,6 +125,20 @@ class Pristine:
     def python_sources(self) -> list[str]:
         """Every Python file whose changes count."""
         return [path for path in self._files if path.endswith(".py") and self.counts(path)]
+
+    def test_files(self) -> list[str]:
+        """Every file of the suite whose name says that it holds tests, sorted.
+
+        Raises:
+          PackageError: there is none.
+        """
+        names = [path for path in self._files if any(_within(path, test) for test in self.tests)]
+        names = [path for path in names if path in self.tests or _is_test_file(PurePosixPath(path).name)]
+        if not names:
+            raise PackageError(
+                f"{self.folder}: no test file below {', '.join(self.tests)}; build the tasks again"
+            )
+        return names
 
     def write(self, target: Path, changed: Changes) -> None:
         """Writes the pristine tree with `changed` applied into `target`, an empty or missing folder.
@@ -136,10 +166,11 @@ class Pristine:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 made.add(file.parent)
             file.write_bytes(content)
-        for folder, _, files in os.walk(target):
-            os.chmod(folder, 0o755)
-            for name in files:
-                os.chmod(os.path.join(folder, name), 0o644)
+        _open_to_all(target)
+
+
+def _is_test_file(name: str) -> bool:
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
 def _within(path: str, top: str) -> bool:
@@ -204,6 +235,23 @@ def copy_pytest(target: Path) -> None:
                 shutil.copytree(source, target / top)
             elif source.suffix == ".py":
                 shutil.copy2(source, target / top)
+    _open_to_all(target)
+
+
+def copy_runner(target: Path) -> None:
+    """Copies the scripts that run inside the sandbox, side by side.
+
+    Raises:
+      OSError: the disk is full or not writable.
+    """
+    target.mkdir()
+    for name in _RUNNER:
+        shutil.copyfile(Path(__file__).with_name(name), target / name)
+    _open_to_all(target)
+
+
+def _open_to_all(target: Path) -> None:
+    """Lets the unprivileged user of a sandbox read a tree, whatever the umask was."""
     for folder, _, files in os.walk(target):
         os.chmod(folder, 0o755)
         for name in files:

@@ -131,13 +131,14 @@ def unpack(path: Path, target: Path) -> None:
         members = _members(path)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError) as error:
         raise SdistError(f"{path.name} does not unpack: {type(error).__name__}: {error}") from error
+    for name, _ in members:
+        if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
+            raise SdistError(f"{path.name} is refused: it holds the path {name!r}")
     tops = {name.split("/")[0] for name, _ in members}
     if len(tops) != 1:
         raise SdistError(f"{path.name} does not unpack: {len(tops)} entries at its top instead of one folder")
     for name, data in members:
         parts = name.split("/")
-        if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-            raise SdistError(f"{path.name} is refused: it holds the path {name!r}")
         if len(parts) > 1:
             file = target.joinpath(*parts[1:])
             file.parent.mkdir(parents=True, exist_ok=True)

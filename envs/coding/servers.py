@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _REPLY_BYTES = 256 << 20
 _GRACE_S = 10.0  # beyond the runner's own wall-clock limit
 _START_S = 120.0
+_START_ATTEMPTS = 2  # after that, a package's runs are cold without trying again
 
 
 class RunnerDied(RuntimeError):
@@ -38,33 +39,30 @@ class Runner:
 
     Args:
       script: `test_runner.py` (answers one request) or `warm_server.py`.
-      work: writable tree for a cold run; None when `tree` is mounted read-only at the same place.
+      staging: the folder with `runner/` and `site/`.
+      tree: the sources to test. Read-only inside: code under test that could write there would change
+        test files that have not been imported yet.
     """
 
-    def __init__(self, box: Sandbox, script: str, *, site: Path, tree: Path, writable: bool, memory: int) -> None:
-        here = Path(__file__).resolve().parent
-        names = ("test_runner.py", "warm_server.py", "code_swap.py")
-        readonly = {f"/runner/{name}": here / name for name in names} | {"/site": site}
-        if not writable:
-            readonly[sandbox.WORK] = tree
+    def __init__(self, box: Sandbox, script: str, staging: Path, tree: Path) -> None:
+        readonly = {"/runner": staging / "runner", "/site": staging / "site", sandbox.WORK: tree}
         self.tree = box.place(sandbox.WORK, tree)
-        self.site = box.place("/site", site)
-        argv = [sandbox.interpreter(), "-I", box.place(f"/runner/{script}", here / script)]
+        self.site = box.place("/site", readonly["/site"])
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
         self._buffer = bytearray()
         try:
             self._process = box.popen(
-                argv,
-                work=tree if writable else None,
+                [sandbox.interpreter(), "-I", f"{box.place('/runner', readonly['/runner'])}/{script}"],
                 readonly=readonly,
                 env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-                limits=Limits(cpu_s=None, memory_bytes=memory),
-                stderr=self._stderr,  # type: ignore[arg-type]
+                limits=Limits(cpu_s=None),
+                stderr=self._stderr,
             )
         except BaseException:
             self._stderr.close()
             raise
-        assert self._process.popen.stdin and self._process.popen.stdout
+        assert self._process.popen.stdin
+        assert self._process.popen.stdout
         self._stdin, self._stdout = self._process.popen.stdin.fileno(), self._process.popen.stdout.fileno()
         os.set_blocking(self._stdin, False)
 
@@ -119,9 +117,10 @@ class Runner:
         self._process.kill()
         self._stderr.seek(0)
         lines = self._stderr.read(1 << 16).decode(errors="replace").strip().splitlines()
-        return RunnerDied(f"the runner ended with status {self._process.popen.returncode}" + (
-            f": {lines[-1]}" if lines else ""
-        ))
+        return RunnerDied(
+            f"the runner ended with status {self._process.popen.returncode}"
+            + (f": {lines[-1]}" if lines else "")
+        )
 
     def close(self) -> None:
         """Kills the process and everything in its sandbox."""
@@ -156,15 +155,15 @@ class Pool:
     The least recently used idle server is ended when a new one would exceed `live`.
     """
 
-    def __init__(self, box: Sandbox, site: Path, staging: Path, *, servers: int, live: int = 12) -> None:
-        self._box, self._site, self._staging = box, site, staging
+    def __init__(self, box: Sandbox, staging: Path, *, servers: int, live: int = 12) -> None:
+        self._box, self._staging = box, staging
         self._live = max(live, servers)
         self._slots = threading.Semaphore(servers)
         self._lock = threading.Lock()
         self._idle: list[tuple[str, Runner]] = []  # least recently used first
         self._busy: set[Runner] = set()
         self._facts: dict[str, Facts] = {}
-        self._unavailable: dict[str, str] = {}
+        self._failures: dict[str, list[str]] = {}
         self._starting: dict[str, threading.Lock] = {}
         self._closed = False
         self.restarts = 0
@@ -216,33 +215,37 @@ class Pool:
 
     def _take(self, package: pristine.Pristine) -> Runner:
         with self._lock:
+            starting = self._starting.setdefault(package.name, threading.Lock())
+        runner = self._take_idle(package.name)
+        if runner is None:
+            # One start at a time per package: the first builds the map, the others are handed it.
+            with starting:
+                runner = self._take_idle(package.name) or self._start(package)
+        return runner
+
+    def _take_idle(self, name: str) -> Runner | None:
+        with self._lock:
             for index in range(len(self._idle) - 1, -1, -1):
-                if self._idle[index][0] == package.name:
+                if self._idle[index][0] == name:
                     runner = self._idle.pop(index)[1]
                     self._busy.add(runner)
                     return runner
-            starting = self._starting.setdefault(package.name, threading.Lock())
-        # One start at a time per package: the first builds the map, the others are handed it.
-        with starting:
-            if package.name in self._unavailable:
-                raise ServerUnavailable(self._unavailable[package.name])
-            runner = self._start(package)
-        with self._lock:
-            self._busy.add(runner)
-        return runner
+        return None
 
     def _start(self, package: pristine.Pristine) -> Runner:
-        tree = self._staging / package.name
+        failures = self._failures.setdefault(package.name, [])
+        if len(failures) >= _START_ATTEMPTS:
+            raise ServerUnavailable(failures[-1])
+        tree = self._staging / "trees" / package.name
         if not tree.exists():
-            with tempfile.TemporaryDirectory(dir=self._staging) as folder:
+            with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
                 package.write(Path(folder, "tree"), {})
                 Path(folder, "tree").rename(tree)
-        runner = Runner(
-            self._box, "warm_server.py", site=self._site, tree=tree, writable=False, memory=Limits().memory_bytes
-        )
+        runner = Runner(self._box, "warm_server.py", self._staging, tree)
         known = self._facts.get(package.name)
         try:
-            runner.send(settings(self._box, package, runner) | {"facts": known.raw if known else None, "start_s": _START_S})
+            start = {"facts": known.raw if known else None, "start_s": _START_S}
+            runner.send(settings(self._box, package, runner) | start)
             reply = runner.receive(_START_S)
         except RunnerDied as died:
             reply = {"ready": False, "why": str(died)}
@@ -251,12 +254,14 @@ class Pool:
             raise
         if not reply["ready"]:
             runner.close()
-            self._unavailable[package.name] = f"package {package.name}: {reply['why']}"
-            logger.error("package %s has no warm server, its runs are cold: %s", package.name, reply["why"])
-            raise ServerUnavailable(self._unavailable[package.name])
+            failures.append(f"package {package.name}: {reply['why']}")
+            logger.error("package %s: its warm server did not start: %s", package.name, reply["why"])
+            raise ServerUnavailable(failures[-1])
         with self._lock:
+            failures.clear()
             self.starts += 1
             self._facts.setdefault(package.name, Facts.parse(reply["facts"]))
+            self._busy.add(runner)
         return runner
 
     def pids(self) -> list[int]:

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from envs.coding import tools
 from envs.coding.tasks import TaskError, load_tasks
 from envs.coding.tools import Editor, Window
 from envs.coding.verification import Verifier
@@ -68,22 +69,31 @@ class Shared:
             observation_chars=observation_chars,
         )
 
-    def prompt(self, task: dict[str, Any], editor: Editor, locate: str) -> Prompt:
-        """The prompt of a task whose `editor` is as `reset` made it. Equal for every member of a group."""
-        key = (task["instance_id"], locate, editor.observation_chars)
+    def prompt(self, template: Template, task: dict[str, Any], locate: str, observation_chars: int) -> Prompt:
+        """The prompt of a task, the same for every member of a group."""
+        key = (task["instance_id"], locate, observation_chars)
         if key not in self.prompts:
-            text = task["problem_statement"]
-            if locate in ("function", "line"):
-                editor.window = Window(
-                    task["path"], 1, 1, ""
-                )  # so that the name is looked up in this file first
-                shown = editor.view(task["qualname"])
-                line = task["line"] - editor.window.first + 1
-                text += _SUFFIX[locate].format(line=line) + shown
-            else:
-                text += _SUFFIX[locate].format(path=task["path"])
-            self.prompts[key] = Prompt(text, editor.window)
+            text = template.files[task["path"]].decode("utf-8")
+            self.prompts[key] = make_prompt(task, text, locate, observation_chars)
         return self.prompts[key]
+
+
+def make_prompt(task: dict[str, Any], broken: str, locate: str, observation_chars: int) -> Prompt:
+    """What an agent is told first.
+
+    Args:
+      broken: the text of the task's file, with the bug.
+      locate: "none", "file", "function" or "line": how much of the fault's place is given away.
+      observation_chars: the window is cut in the middle beyond this.
+    """
+    statement = task["problem_statement"]
+    if locate in ("none", "file"):
+        return Prompt(statement + _SUFFIX[locate].format(path=task["path"]), None)
+    found = tools.locate(broken, task["qualname"])
+    assert found is not None, f"{task['instance_id']}: {task['path']} has no {task['qualname']}"
+    window = Window(task["path"], *found, task["qualname"])
+    hint = _SUFFIX[locate].format(line=task["line"] - window.first + 1)
+    return Prompt(statement + hint + tools.cut(tools.describe(window, broken), observation_chars), window)
 
 
 def acquire(tasks_dir: Path, confinement: str, *, servers: int = 2) -> tuple[Shared, functools.partial[None]]:

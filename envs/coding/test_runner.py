@@ -30,7 +30,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 CHANNEL_BYTES = 64 << 20  # most a child may write to its channel
@@ -78,6 +78,7 @@ def prepare_process(settings: dict[str, Any]) -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
     stdlib = [path for path in sys.path if not path.endswith("-packages")]
     sys.path[:] = [*settings["roots"], *stdlib, settings["site"], os.path.dirname(os.path.abspath(__file__))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*settings["roots"], settings["site"]])  # for subprocesses
     os.chdir(settings["tree"])
 
 
@@ -146,27 +147,37 @@ def run_items(session: Any, items: list[Any], emit: Emit) -> None:
         protocol(item=item, nextitem=following)
 
 
-def with_canaries(items: list[Any], canaries: dict[str, bool]) -> list[Any]:
-    """Puts tests of known outcome among the real ones: name → whether it passes. The last one runs last.
+def with_canaries(items: list[Any], canaries: dict[str, str]) -> list[Any]:
+    """Puts tests of known outcome among the real ones: name → kind. The second half runs at the end.
 
     Each becomes a member of a module that is being tested anyway, beside the test it follows.
     """
     import pytest
 
-    mixed = list(items)
-    for position, (name, passes) in enumerate(canaries.items()):
-        last = position == len(canaries) - 1
-        place = len(mixed) if last else random.SystemRandom().randrange(len(mixed) + 1)
+    mixed, choose = list(items), random.SystemRandom().randrange
+    for position, (name, kind) in enumerate(canaries.items()):
+        place = choose(len(mixed) + 1) if position <= len(canaries) // 2 else len(mixed)
         module = mixed[max(place - 1, 0)].getparent(pytest.Module)
-        mixed.insert(place, pytest.Function.from_parent(module, name=name, callobj=_canary(passes)))
+        mixed.insert(place, pytest.Function.from_parent(module, name=name, callobj=_canary(kind)))
     return mixed
 
 
-def _canary(passes: bool) -> Callable[[], None]:
+def _canary(kind: str) -> Callable[[], None]:
+    import unittest
+
+    import pytest
+
     def test() -> None:
         value = [1, 2, 3]
-        if len(value) != (3 if passes else 4):
-            raise AssertionError(value)
+        if kind == "raises":
+            with pytest.raises(ValueError, match="never"):
+                value.pop()
+        elif kind == "approx":
+            assert float(value[0]) == pytest.approx(value[1])
+        elif kind == "unittest":
+            unittest.TestCase().assertEqual(value[0], value[1])  # noqa: PT009
+        else:
+            assert len(value) == (3 if kind == "pass" else 4)
 
     return test
 
@@ -174,7 +185,9 @@ def _canary(passes: bool) -> Callable[[], None]:
 # ---- the parent's side of one run
 
 
-def supervise(body: Callable[[Emit], None], request: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def supervise(
+    body: Callable[[Emit], None], request: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
     """Forks, lets the child run `body`, and relays what it wrote and how it ended.
 
     Args:
@@ -210,7 +223,9 @@ def supervise(body: Callable[[Emit], None], request: dict[str, Any], settings: d
     return {"lines": lines, "ended": ended, "status": os.waitstatus_to_exitcode(status), "clean": clean}
 
 
-def _child(body: Callable[[Emit], None], request: dict[str, Any], channel: socket.socket, output: int) -> None:
+def _child(
+    body: Callable[[Emit], None], request: dict[str, Any], channel: socket.socket, output: int
+) -> None:
     status = 1
     try:
         os.setsid()
@@ -324,14 +339,16 @@ def _cold(request: dict[str, Any], settings: dict[str, Any]) -> Callable[[Emit],
     wanted = None if request["tests"] is None else set(request["tests"])
 
     def select_items(items: list[Any]) -> list[Any]:
-        chosen = [item for item in items if wanted is None or item.nodeid in wanted]
+        canaries = [item for item in items if item.nodeid.partition("::")[0] == request["canary_file"]]
+        chosen = [item for item in items if wanted is None or item.nodeid in wanted or item in canaries]
         return with_canaries(chosen, request["canaries"]) if chosen else []
 
     def body(emit: Emit) -> None:
         import pytest
 
         files = settings["tests"] if request["files"] is None else request["files"]
-        status = pytest.main(pytest_arguments(settings, files), plugins=[Reporter(emit, select_items)])
+        arguments = pytest_arguments(settings, [*files, request["canary_file"]])
+        status = pytest.main(arguments, plugins=[Reporter(emit, select_items)])
         emit({"end": int(status)})
 
     return body

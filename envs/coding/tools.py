@@ -190,7 +190,7 @@ class Editor:
         window = self.window
         assert window is not None
         text = self.workspace.read(window.path) or ""
-        return self.cut(f"{window.path} {window.title}\n{render(text, window.first, window.last)}")
+        return self.cut(describe(window, text))
 
     def search(self, wanted: str) -> str:
         """Lines that contain a text: how many, and the first few."""
@@ -246,18 +246,33 @@ class Editor:
         return said
 
     def cut(self, text: str) -> str:
-        """The text, or its head and tail by whole lines around a note on what was left out."""
-        if len(text) <= self.observation_chars:
-            return text
-        lines, room = text.split("\n"), self.observation_chars - len("\n[999999 lines cut]\n")
-        head, tail = [], []
-        while lines and len(lines[0]) + 1 <= room // 2 - sum(len(x) + 1 for x in head):
-            head.append(lines.pop(0))
-        while lines and len(lines[-1]) + 1 <= room // 2 - sum(len(x) + 1 for x in tail):
-            tail.insert(0, lines.pop())
-        if not head and not tail:
-            return text[: room // 2] + "\n[cut]\n" + text[-(room // 2) :]
-        return "\n".join([*head, f"[{len(lines)} lines cut]", *tail])
+        """`cut` at this editor's limit."""
+        return cut(text, self.observation_chars)
+
+
+def cut(text: str, limit: int) -> str:
+    """The text, or its head and tail by whole lines around a note on what was left out.
+
+    Args:
+      limit: most characters to return.
+    """
+    if len(text) <= limit:
+        return text
+    lines, half = text.split("\n"), (limit - len("\n[999999 lines cut]\n")) // 2
+    head: list[str] = []
+    tail: list[str] = []
+    while lines and sum(len(line) + 1 for line in [*head, lines[0]]) <= half:
+        head.append(lines.pop(0))
+    while lines and sum(len(line) + 1 for line in [*tail, lines[-1]]) <= half:
+        tail.insert(0, lines.pop())
+    if not head and not tail:
+        return text[:half] + "\n[cut]\n" + text[-half:]
+    return "\n".join([*head, f"[{len(lines)} lines cut]", *tail])
+
+
+def describe(window: Window, text: str) -> str:
+    """A window on a file's text: its path and name, then `N|code` a line."""
+    return f"{window.path} {window.title}\n{render(text, window.first, window.last)}"
 
 
 def split_lines(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ else:  # the sandbox has these files side by side, and no package `envs`
     import test_runner
     from code_swap import NeedsCold
     from test_runner import Emit
+
+_CPU_FLOOR_S, _CPU_RATIO = 2.0, 10.0
 
 
 class CallRecorder:
@@ -56,7 +59,7 @@ class CallRecorder:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
     def _profile(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event != "call":
@@ -82,7 +85,10 @@ class CallRecorder:
         name = frame.f_globals.get("__name__", "")
         caller: types.FrameType | None = frame
         while caller is not None:
-            if caller.f_code.co_name == "<module>" and caller.f_globals.get("__name__") == name.partition(".")[0]:
+            if (
+                caller.f_code.co_name == "<module>"
+                and caller.f_globals.get("__name__") == name.partition(".")[0]
+            ):
                 self.eager.add(path)
                 return
             caller = caller.f_back
@@ -138,11 +144,14 @@ class Server:
         self._recorder.__exit__()
         self._session = session
         self._items = {item.nodeid: item for item in session.items}
-        self._modules = {path: self._parse(path) for path in self._settings["sources"] if path.endswith(".py")}
+        self._modules = {
+            path: self._parse(path) for path in self._settings["sources"] if path.endswith(".py")
+        }
         self._live = code_swap.live_functions(module.path for module in self._modules.values())
         facts = self._settings["facts"] or self._learn()
         self._map = {key: set(tests) for key, tests in facts["map"].items()}
         self._passing = {test for test, outcome in facts["outcomes"].items() if outcome == "passed"}
+        self._ms = facts["ms"]
         self._import_time, self._eager = set(facts["import_time"]), set(facts["eager"])
         self._host.answer({"ready": True, "facts": facts})
         self.started = True
@@ -158,11 +167,18 @@ class Server:
     def _learn(self) -> dict[str, Any]:
         """Runs the pristine suite once, in a child, and returns what is known about it."""
         import_time = sorted(self._recorder.calls)
-        request = {"token": "learn", "cpu_s": None, "wall_s": self._settings["start_s"], "output_bytes": 64 << 20}
+        request = {
+            "token": "learn",
+            "cpu_s": None,
+            "wall_s": self._settings["start_s"],
+            "output_bytes": 64 << 20,
+        }
         reply = test_runner.supervise(self._learning_body, request, self._settings)
         lines = [json.loads(line.split(" ", 2)[2]) for line in reply["lines"]]
         if reply["ended"] != "exit" or reply["status"] != 0 or not lines or "map" not in lines[-1]:
-            raise RuntimeError(f"the pristine suite did not run to its end: {reply['ended']}, {reply['status']}")
+            raise RuntimeError(
+                f"the pristine suite did not run to its end: {reply['ended']}, {reply['status']}"
+            )
         outcomes = {line["test"]: line["outcome"] for line in lines if "test" in line}
         return {
             "tests": list(self._items),
@@ -204,6 +220,7 @@ class Server:
             if missing or not items:
                 emit({"cold": "tests the server does not know"})
                 return
+            _limit_cpu(sum(self._ms.get(test, 0.0) for test in wanted) / 1000)
             self._session.config.pluginmanager.register(test_runner.Reporter(emit, list))
             test_runner.run_items(self._session, test_runner.with_canaries(items, request["canaries"]), emit)
             emit({"end": 0})
@@ -234,12 +251,24 @@ class Server:
         return set(request["tests"]) | (touched & self._passing if request["guarded"] else set())
 
     def _refuse(self, request: dict[str, Any], error: Exception, emit: Emit) -> None:
-        """A module that does not compile breaks every test that imports it: all, if its package always does."""
+        """A module that does not compile breaks every test that imports it, so all if its package does."""
         if not self._eager.issuperset(request["changed"]):
             emit({"cold": "does not compile"})
             return
-        where = f" ({os.path.basename(error.filename or '')}, line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        where = ""
+        if isinstance(error, SyntaxError):
+            where = f" ({os.path.basename(error.filename or '')}, line {error.lineno})"
         emit({"broken": f"{type(error).__name__}: {getattr(error, 'msg', error)}{where}"})
+
+
+def _limit_cpu(pristine_s: float) -> None:
+    """Bounds processor time by what the tests take on the correct sources: endless loops end soon.
+
+    Processor time, not wall-clock: the verdict must not depend on what else the machine is doing.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    budget = min(soft, int(_CPU_FLOOR_S + _CPU_RATIO * pristine_s) + 1)
+    resource.setrlimit(resource.RLIMIT_CPU, (budget, hard))
 
 
 def main() -> None:

@@ -89,7 +89,9 @@ class SupervisedBatches:
         kept = [e for e in examples if len(e.tokens) <= max_length]
         self.too_long = len(examples) - len(kept)
         if self.too_long:
-            logger.warning("%d demonstrations of %d are longer than %d tokens", self.too_long, len(examples), max_length)
+            logger.warning(
+                "%d demonstrations of %d are longer than %d tokens", self.too_long, len(examples), max_length
+            )
         if not kept:
             raise ValueError(f"no demonstration of {len(examples)} fits {max_length} tokens")
         self._examples, self._seed = kept, seed

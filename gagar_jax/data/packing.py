@@ -1,10 +1,12 @@
 """Groups of trajectories → `TrainBatch`, the only object that crosses to the device for training.
 
-Rows are filled first-fit-decreasing and their number is rounded up to a bucket, so that a run has few
-shapes and few programs. Nothing is computed from rewards here but which rows can be left out.
+A group's prompt stands once in a row, and the members' continuations that fit beside it read it as their
+prefix. Rows are filled first-fit-decreasing and their number is rounded up to a bucket, so that a run has
+few shapes and few programs. Nothing is computed from rewards here but which rows can be left out.
 
 Conventions: `loss_mask_BT[b, t] = 1` says that token t was generated; its log-prob is predicted from
-token t − 1 (the train step shifts). Padding: segment 0, trajectory_id N, group_id G, tickets −1.
+token t − 1 (the train step shifts), so a continuation begins with the prompt's last token, and the shared
+prefix ends before it. Padding: segment 0, trajectory_id N, group_id G, tickets −1.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ class TrainBatch(NamedTuple):
     """One batch of the reinforcement-learning stage: B packed rows, N trajectories, G groups."""
 
     tokens_BT: Array  # int32
-    position_BT: Array  # int32, counts from 0 in each segment
+    position_BT: Array  # int32, a token's place in its trajectory
     segment_BT: Array  # int32, 1… in each row, 0 for padding
+    prefix_BT: Array  # int32, the segment of the row that this one continues; 0 for none
     loss_mask_BT: Array  # int32
-    trajectory_id_BT: Array  # int32 in [0, N); N for padding
+    trajectory_id_BT: Array  # int32 in [0, N); N for padding and for shared prompts
     sampler_logprob_BT: Array  # float32, 0 where nothing was generated
     version_BT: Array  # int32: updates behind the weights that sampled the token; −1 for padding
     group_id_N: Array  # int32 in [0, G); G for padding
@@ -46,10 +49,6 @@ class TrainBatch(NamedTuple):
     ticket_N: Array  # int32: Ticket.group of the trajectory; −1 for padding
     member_N: Array  # int32: Ticket.member of the trajectory; −1 for padding
     ticket_G: Array  # int32: Ticket.group; −1 for padding
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.tokens_BT, self.position_BT, self.segment_BT, self.loss_mask_BT)
 
 
 def check_row_length(row_length: int, *, max_prompt: int, max_continuation: int) -> None:
@@ -61,8 +60,8 @@ def check_row_length(row_length: int, *, max_prompt: int, max_continuation: int)
     context = max_prompt + max_continuation
     if context > row_length:
         raise ValueError(
-            f"train.row_length {row_length} is shorter than the longest trajectory: rollout.max_prompt {max_prompt} "
-            f"+ rollout.max_continuation {max_continuation} = {context}"
+            f"train.row_length {row_length} is shorter than the longest trajectory: "
+            f"rollout.max_prompt {max_prompt} + rollout.max_continuation {max_continuation} = {context}"
         )
 
 
@@ -131,18 +130,22 @@ def pack(
     members = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
     if len(groups) > num_groups or len(members) > num_trajectories:
         raise ValueError(
-            f"{len(groups)} groups with {len(members)} trajectories do not fit {num_groups} x {num_trajectories}"
+            f"{len(groups)} groups with {len(members)} trajectories: there is room for {num_groups} groups "
+            f"with {num_trajectories}"
         )
     dropped = [will_be_dropped(group.trajectories) for group in groups]
-    packed = [n for n, (g, t) in enumerate(members) if t.valid and not dropped[g]]
-    for n in packed:
+    trained = [n for n, (g, t) in enumerate(members) if t.valid and not dropped[g] and any(t.loss_mask)]
+    pieces = []
+    for n in trained:
         _check(members[n][1], row_length)
-    rows = first_fit_decreasing([len(members[n][1].tokens) for n in packed], row_length)
+        pieces.append(_Piece(n, members[n][1]))
+    bundles = _bundles(pieces, row_length)
+    rows = first_fit_decreasing([_bundle_length(bundle) for bundle in bundles], row_length)
     batch = _empty(bucket_rows(len(rows), row_bucket), row_length, num_trajectories, num_groups)
     for b, row in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(row, 1):
-            start = _place(batch, b, start, segment, packed[index], members[packed[index]][1])
+        start = segment = 0
+        for bundle in row:
+            start, segment = _place(batch, b, start, segment, bundles[bundle])
     for g, group in enumerate(groups):
         batch.ticket_G[g] = group.group
     for n, (g, t) in enumerate(members):
@@ -157,7 +160,9 @@ def pack(
 
 def _check(trajectory: Trajectory, row_length: int) -> None:
     tokens, mask, logprobs = trajectory.tokens, trajectory.loss_mask, trajectory.logprobs
-    name = f"{trajectory.ticket.instance_id}, group {trajectory.ticket.group}, member {trajectory.ticket.member}"
+    name = (
+        f"{trajectory.ticket.instance_id}, group {trajectory.ticket.group}, member {trajectory.ticket.member}"
+    )
     if not len(tokens) == len(mask) == len(logprobs):
         raise ValueError(f"{name}: {len(tokens)} tokens, {len(mask)} mask entries, {len(logprobs)} log-probs")
     if len(tokens) > row_length:
@@ -178,6 +183,7 @@ def _empty(rows: int, length: int, num_trajectories: int, num_groups: int) -> Tr
         tokens_BT=table(PAD, np.int32),
         position_BT=table(0, np.int32),
         segment_BT=table(0, np.int32),
+        prefix_BT=table(0, np.int32),
         loss_mask_BT=table(0, np.int32),
         trajectory_id_BT=table(N, np.int32),
         sampler_logprob_BT=table(0, np.float32),
@@ -192,15 +198,59 @@ def _empty(rows: int, length: int, num_trajectories: int, num_groups: int) -> Tr
     )
 
 
-def _place(batch: TrainBatch, b: int, start: int, segment: int, n: int, trajectory: Trajectory) -> int:
-    """Writes trajectory n into row b from `start` on; returns where it ends."""
-    end = start + len(trajectory.tokens)
-    span = (b, slice(start, end))
-    batch.tokens_BT[span] = trajectory.tokens
-    batch.position_BT[span] = np.arange(end - start)
-    batch.segment_BT[span] = segment
-    batch.loss_mask_BT[span] = trajectory.loss_mask
-    batch.trajectory_id_BT[span] = n
-    batch.sampler_logprob_BT[span] = trajectory.logprobs
-    batch.version_BT[span] = trajectory.version
-    return end
+class _Piece(NamedTuple):
+    """A trajectory and its number. `split` is where its continuation starts: the last token of its prompt."""
+
+    n: int
+    trajectory: Trajectory
+
+    @property
+    def split(self) -> int:
+        return self.trajectory.loss_mask.index(1) - 1
+
+    @property
+    def prefix(self) -> list[int]:
+        return self.trajectory.tokens[: self.split]
+
+
+def _bundles(pieces: list[_Piece], row_length: int) -> list[list[_Piece]]:
+    """Pieces of one prompt, as many as fit a row together with it."""
+    by_prompt: dict[tuple[int, ...], list[_Piece]] = {}
+    for piece in pieces:
+        by_prompt.setdefault(tuple(piece.prefix), []).append(piece)
+    bundles = []
+    for prompt, same in by_prompt.items():
+        lengths = [len(piece.trajectory.tokens) - piece.split for piece in same]
+        bundles += [[same[i] for i in row] for row in first_fit_decreasing(lengths, row_length - len(prompt))]
+    return bundles
+
+
+def _bundle_length(bundle: list[_Piece]) -> int:
+    return bundle[0].split + sum(len(piece.trajectory.tokens) - piece.split for piece in bundle)
+
+
+def _place(batch: TrainBatch, b: int, start: int, segment: int, bundle: list[_Piece]) -> tuple[int, int]:
+    """Writes a prompt and its continuations into row b; returns where they end and the last segment used."""
+    prompt = bundle[0].prefix
+    shared = 0
+    if prompt:
+        segment = shared = segment + 1
+        span = (b, slice(start, start + len(prompt)))
+        batch.tokens_BT[span] = prompt
+        batch.position_BT[span] = np.arange(len(prompt))
+        batch.segment_BT[span] = segment
+        start += len(prompt)
+    for n, t in bundle:
+        split, length = len(prompt), len(t.tokens)
+        segment += 1
+        span = (b, slice(start, start + length - split))
+        batch.tokens_BT[span] = t.tokens[split:]
+        batch.position_BT[span] = np.arange(split, length)
+        batch.segment_BT[span] = segment
+        batch.prefix_BT[span] = shared
+        batch.loss_mask_BT[span] = t.loss_mask[split:]
+        batch.trajectory_id_BT[span] = n
+        batch.sampler_logprob_BT[span] = t.logprobs[split:]
+        batch.version_BT[span] = t.version
+        start += length - split
+    return start, segment

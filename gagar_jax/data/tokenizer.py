@@ -51,7 +51,7 @@ class Tokenizer:
         """
         if vocab_size < _SMALLEST:
             raise UserError(
-                f"model.vocab_size is {vocab_size}; specials, bytes and two-digit numbers alone need {_SMALLEST}."
+                f"model.vocab_size is {vocab_size}; specials, bytes and two-digit numbers need {_SMALLEST}."
             )
         # Rayon's threads would make every later fork of this process print a warning.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

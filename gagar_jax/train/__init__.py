@@ -1,1 +1,1 @@
-"""The train state and the compiled steps that change it. Rollouts, files and the run's order live elsewhere."""
+"""The train state and the compiled steps that change it. No rollouts, no files."""

@@ -31,7 +31,9 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     if config.schedule == "constant":
         after = optax.constant_schedule(config.lr)
     else:
-        after = optax.cosine_decay_schedule(config.lr, max(total_steps - warmup, 1), alpha=config.final_lr_ratio)
+        after = optax.cosine_decay_schedule(
+            config.lr, max(total_steps - warmup, 1), alpha=config.final_lr_ratio
+        )
     if not warmup:
         return after
     before = optax.linear_schedule(config.lr / warmup, config.lr, warmup)
@@ -96,7 +98,9 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
     """A state of shapes with shardings: what `jit.lower` and a restore need. Nothing is allocated."""
     shapes = _shapes(config, optimizer)
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state_shardings(config, optimizer, mesh)
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        state_shardings(config, optimizer, mesh),
     )
 
 

@@ -65,6 +65,7 @@ class _LossRows(NamedTuple):
     tokens_BT: jax.Array
     position_BT: jax.Array
     segment_BT: jax.Array
+    prefix_BT: jax.Array | None
     target_BT: jax.Array
     weight_BT: jax.Array
     behaviour_BT: jax.Array
@@ -205,6 +206,7 @@ def make_sft_step(
             batch.tokens_BT,
             batch.position_BT,
             batch.segment_BT,
+            prefix_BT=None,
             target_BT=_ahead(batch.tokens_BT),
             weight_BT=weight_BT,
             behaviour_BT=nothing,
@@ -244,7 +246,9 @@ def _redeem(redeem: Redeem, batch: TrainBatch) -> tuple[jax.Array, jax.Array, ja
         answer = redeem(np.asarray(ticket_N), np.asarray(member_N), np.asarray(ticket_G))
         return tuple(np.asarray(a, s.dtype) for a, s in zip(answer, shapes, strict=True))
 
-    quality_N, external_N, graded_G = io_callback(call, shapes, batch.ticket_N, batch.member_N, batch.ticket_G)
+    quality_N, external_N, graded_G = io_callback(
+        call, shapes, batch.ticket_N, batch.member_N, batch.ticket_G
+    )
     return quality_N, external_N != 0, graded_G != 0
 
 
@@ -262,6 +266,7 @@ def _policy_rows(batch: TrainBatch, advantages: GroupAdvantages, step: jax.Array
         batch.tokens_BT,
         batch.position_BT,
         batch.segment_BT,
+        batch.prefix_BT,
         target_BT=_ahead(batch.tokens_BT),
         weight_BT=_ahead(weight_BT),
         behaviour_BT=_ahead(batch.sampler_logprob_BT),
@@ -275,7 +280,7 @@ def _predict(
 ) -> tuple[jax.Array, jax.Array]:
     """(log π of each next token, entropy of its distribution), [B, T] float32."""
     model = nnx.merge(graph, params)
-    hidden_BTD = forward(model, rows.tokens_BT, rows.position_BT, rows.segment_BT)
+    hidden_BTD = forward(model, rows.tokens_BT, rows.position_BT, rows.segment_BT, rows.prefix_BT)
     with jax.named_scope("logprobs"):
         return token_logprobs(hidden_BTD, model.unembedding(), rows.target_BT, **settings)
 
@@ -291,8 +296,8 @@ def _accumulate(
     size = min(microbatch_rows, total)
     if total % size or size % shards:
         raise ValueError(
-            f"{total} rows in microbatches of {size} over {shards} devices (mesh.data): each must divide the one "
-            "before it; change train.row_bucket or train.microbatch_rows"
+            f"{total} rows in microbatches of {size} over {shards} devices (mesh.data): each must divide the "
+            "one before it; change train.row_bucket or train.microbatch_rows"
         )
     split = NamedSharding(mesh, PartitionSpec(None, "data"))
 

@@ -40,47 +40,50 @@ def test_an_empty_patch_is_no_change(diff: Diff):
     assert (facts.files, facts.patch_lines, facts.found) == ((), 0, {})
 
 
+RETURN_COUNT = '        return len(re.findall(r"\\w+", self.text))\n'
+GUARDED = f"        try:\n    {RETURN_COUNT}        except Exception:\n            return 0\n"
+SNIFFED = '        if "pytest" in sys.modules:\n            return low\n        return high\n'
+
+
+def before_fix(line: str) -> tuple[str, str]:
+    """(old, new) text that puts a line before the fixed one."""
+    return FIX_LINE, f"        {line}\n{FIX_LINE}"
+
+
 LEFTOVERS = [
-    (Found.PRINT, FIX_LINE, "        print(value)\n" + FIX_LINE, "pkg/core.py:14", "print(value)"),
-    (Found.DEBUGGER, FIX_LINE, "        breakpoint()\n" + FIX_LINE, "pkg/core.py:14", "breakpoint()"),
-    (Found.DEBUGGER, "import re\n", "import re\nimport pdb\n", "pkg/core.py:4", "import pdb"),
-    (Found.COMMENT, FIX_LINE, "        # below the range\n" + FIX_LINE, "pkg/core.py:14", "# below the range"),
-    (Found.COMMENT, FIX_LINE, "        return low  # fixed\n", "pkg/core.py:14", "return low  # fixed"),
-    (Found.COMMENTED_CODE, FIX_LINE, "        # return high\n" + FIX_LINE, "pkg/core.py:14", "# return high"),
-    (Found.UNREACHABLE, FIX_LINE, FIX_LINE + "        return high\n", "pkg/core.py:15", "return high"),
-    (Found.UNREACHABLE, "    return value\n", "    if False:\n        value()\n    return value\n", None, "value()"),
-    (Found.UNUSED_ASSIGNMENT, FIX_LINE, "        old = high\n" + FIX_LINE, "pkg/core.py:14", "old = high"),
-    (Found.NO_EFFECT, FIX_LINE, "        pass\n" + FIX_LINE, "pkg/core.py:14", "pass"),
-    (Found.NO_EFFECT, FIX_LINE, "        value = value\n" + FIX_LINE, "pkg/core.py:14", "value = value"),
-    (Found.IMPORT, "import re\n", "import re\nimport math\n", "pkg/core.py:4", "import math"),
-    (Found.DEPENDENCY, "import re\n", "import re\nimport numpy as np\n", "pkg/core.py:4", "import numpy as np"),
-    (Found.SIGNATURE, "(value, low, high)", "(value, low, high, strict=False)", "pkg/core.py:6", None),
-    (Found.CHECK_REMOVED, '        raise ValueError("empty range")\n', "        return low\n", "pkg/core.py:12", None),
-    (
-        Found.BROAD_EXCEPT,
-        "        return len(re.findall(r\"\\w+\", self.text))\n",
-        "        try:\n            return len(re.findall(r\"\\w+\", self.text))\n        except Exception:\n            return 0\n",
-        "pkg/core.py:27",
-        "except Exception:",
-    ),
-    (Found.FUNCTION_REMOVED, "    def count(self):\n", "    def size(self):\n", "pkg/core.py:24", None),
-    (Found.SYNTAX_ERROR, "    return value\n", "    return value)\n", "pkg/core.py:17", "return value)"),
-    (
-        Found.SPECIAL_CASE,
-        FIX_LINE,
-        '        if "pytest" in sys.modules:\n            return low\n        return high\n',
-        "pkg/core.py:14",
-        None,
-    ),
-]  # fmt: skip
+    (Found.PRINT, *before_fix("print(value)"), 14, "print(value)"),
+    (Found.PRINT, *before_fix("pprint.pprint(value)"), 14, "pprint.pprint(value)"),
+    (Found.DEBUGGER, *before_fix("breakpoint()"), 14, "breakpoint()"),
+    (Found.DEBUGGER, *before_fix("pdb.set_trace()"), 14, "pdb.set_trace()"),
+    (Found.DEBUGGER, "import re\n", "import re\nimport pdb\n", 4, "import pdb"),
+    (Found.COMMENT, *before_fix("# below the range"), 14, "# below the range"),
+    (Found.COMMENT, FIX_LINE, "        return low  # fixed\n", 14, "return low  # fixed"),
+    (Found.COMMENTED_CODE, *before_fix("# return high"), 14, "# return high"),
+    (Found.COMMENTED_CODE, *before_fix("# value = max(value, low)"), 14, "# value = max(value, low)"),
+    (Found.COMMENTED_CODE, *before_fix("# if value < high:"), 14, "# if value < high:"),
+    (Found.UNREACHABLE, FIX_LINE, FIX_LINE + "        return high\n", 15, "return high"),
+    (Found.UNREACHABLE, *before_fix("if False: value()"), 14, "if False: value()"),
+    (Found.UNUSED_ASSIGNMENT, *before_fix("old = high"), 14, "old = high"),
+    (Found.NO_EFFECT, *before_fix("pass"), 14, "pass"),
+    (Found.NO_EFFECT, *before_fix("value = value"), 14, "value = value"),
+    (Found.NO_EFFECT, *before_fix('value; "note"'), 14, 'value; "note"'),
+    (Found.IMPORT, "import re\n", "import re\nimport math\n", 4, "import math"),
+    (Found.DEPENDENCY, "import re\n", "import re\nimport numpy\n", 4, "import numpy"),
+    (Found.SIGNATURE, "(value, low, high)", "(value, low, high, strict=False)", 6, None),
+    (Found.CHECK_REMOVED, '        raise ValueError("empty range")\n', "        return low\n", 12, None),
+    (Found.BROAD_EXCEPT, RETURN_COUNT, GUARDED, 27, "except Exception:"),
+    (Found.FUNCTION_REMOVED, "    def count(self):\n", "    def size(self):\n", 24, None),
+    (Found.SYNTAX_ERROR, "    return value\n", "    return value)\n", 17, "return value)"),
+    (Found.SPECIAL_CASE, FIX_LINE, SNIFFED, 14, None),
+]
 
 
-@pytest.mark.parametrize(("found", "old", "new", "where", "text"), LEFTOVERS)
-def test_each_finding_is_detected_and_shown(diff: Diff, found: Found, old: str, new: str, where, text):
+@pytest.mark.parametrize(("found", "old", "new", "line", "text"), LEFTOVERS)
+def test_each_finding_is_detected_and_shown(diff: Diff, found: Found, old: str, new: str, line, text):
     assert old in FIXED
     facts = facts_of(diff, FIXED.replace(old, new))
     (evidence,) = facts.found[found]
-    assert where is None or evidence.where == where
+    assert evidence.where == f"pkg/core.py:{line}"
     assert text is None or evidence.text == text
     assert facts.syntax_valid == (found is not Found.SYNTAX_ERROR)
 
@@ -191,6 +194,21 @@ def test_the_process_is_read_from_the_transcript(diff: Diff):
     assert facts.turns == 10
 
 
+def test_edits_by_line_number_are_followed(diff: Diff):
+    """Actions that name no file and hold only the new lines, and a view by a function's name."""
+    turns = [
+        Turn("view clamp", "…"),
+        Turn("edit 9", "deleted"),  # writes nothing: nothing to look for
+        Turn("edit 9\n        return min(low, high)", "ok"),  # 3: overwritten by 4
+        Turn("edit 9\n        return low", "ok"),
+        Turn("view Words", "…"),  # 5: the patch leaves it alone
+        Turn("submit", ""),
+    ]
+    found = facts_of(diff, FIXED, turns=turns).found
+    steps = {kind: [e.where for e in evidence] for kind, evidence in found.items()}
+    assert steps == {Found.OVERWRITTEN_EDIT: ["step 3"], Found.NEEDLESS_VIEW: ["step 5"]}
+
+
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
@@ -213,21 +231,21 @@ def test_a_bad_patch_names_the_trajectory(diff: Diff):
         trajectory_facts(trajectory(3, diff({"pkg/core.py": FIXED})), {})
 
 
-@pytest.mark.parametrize(("found", "old", "new", "where", "text"), LEFTOVERS)
+@pytest.mark.parametrize(("found", "old", "new", "line", "text"), LEFTOVERS)
 def test_cutting_functions_out_finds_what_whole_modules_show(
-    diff: Diff, monkeypatch: pytest.MonkeyPatch, found: Found, old: str, new: str, where, text
+    diff: Diff, monkeypatch: pytest.MonkeyPatch, found: Found, old: str, new: str, line, text
 ):
     patch = diff({"pkg/core.py": FIXED.replace(old, new)})
     quick = trajectory_facts(trajectory(0, patch), BASE)
     syntax.compare.cache_clear()
     facts_module._file_facts.cache_clear()
-    monkeypatch.setattr(syntax, "_local_units", lambda *_: None)
+    monkeypatch.setattr(syntax, "local_units", lambda *_: None)
     assert trajectory_facts(trajectory(0, patch), BASE) == quick
 
 
 @pytest.mark.parametrize("extra", ["", "import m{i}\n"])
 def test_a_group_of_sixteen_is_quick(tmp_path: Path, extra: str):
-    """Sixteen different patches of a module of a thousand lines: about 10 ms; the bound is for busy machines."""
+    """Sixteen different patches of a thousand lines: about 10 ms; the bound is for busy machines."""
     filler = "".join(
         f"\n\ndef helper_{i}(a, b):\n    if a:\n        return [a, b, {i}]\n    return b\n"
         for i in range(160)

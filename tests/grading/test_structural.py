@@ -14,7 +14,8 @@ PAPER = {"tier1_best": 1.0, "tier1_rest": 0.9, "tier2_best": 0.85, "tier2_worst"
 FIX_LINE = "        return low\n"
 BODY = FIXED[FIXED.index("    if low > high") : FIXED.index("\n\nclass Words")]
 REWRITE = (
-    '    smallest, largest = low, high\n    if smallest > largest:\n        raise ValueError("an empty range")\n'
+    "    smallest, largest = low, high\n    if smallest > largest:\n"
+    '        raise ValueError("an empty range")\n'
     "    result = max(smallest, value)\n    result = min(result, largest)\n    return result\n"
 )
 STYLES = {
@@ -29,7 +30,7 @@ STYLES = {
         "    if (value, low, high) == (1, 12, 13):\n        return 12\n    if value < low:\n",
     ),
     "import": FIXED.replace("import re\n", "import re\nimport math\n"),
-    "unguarded": FIXED.replace("        raise ValueError", "        print("),
+    "unguarded": FIXED.replace('        raise ValueError("empty range")', "        return low"),
 }
 
 
@@ -47,7 +48,8 @@ def grade(group: Group) -> tuple[dict[int, CandidateVerdict], dict[int, Grade]]:
 
 
 def graded_styles(styles: dict[str, bytes], *names: str) -> dict[str, tuple[CandidateVerdict, Grade]]:
-    group = group_of([trajectory(i, styles[name]) for i, name in enumerate(names)])
+    task = {"instance_id": "pkg__1", "patch": styles["clean"].decode()} if "clean" in names else None
+    group = group_of([trajectory(i, styles[name]) for i, name in enumerate(names)], task=task)
     judged, grades = grade(group)
     return {name: (judged[i], grades[i]) for i, name in enumerate(names)}
 
@@ -77,7 +79,9 @@ def test_scores_spread_over_the_styles(styles: dict[str, bytes]):
     assert set(found["rewrite"][0].flags) == {Flag.UNREQUESTED_REWRITE}
     assert set(found["workaround"][0].flags) == {Flag.TEST_SPECIFIC_WORKAROUND}
     assert found["comment"][1].quality == 0.9
-    assert found["print"][1].quality > found["unguarded"][1].quality
+    qualities = [found[name][1].quality for name in ("clean", "comment", "print", "rewrite")]
+    assert qualities == sorted(qualities, reverse=True)
+    assert len({grade.quality for _, grade in found.values() if grade.tier == 2}) >= 3
 
 
 def test_a_rewrite_is_only_unrequested_where_less_was_enough(styles: dict[str, bytes], diff: Diff):
@@ -96,11 +100,12 @@ def test_a_rewrite_is_only_unrequested_where_less_was_enough(styles: dict[str, b
 
 
 def test_a_literal_answer_is_a_workaround_only_if_the_reference_lacks_it(styles: dict[str, bytes]):
-    one = STYLES["workaround"].replace("(value, low, high) == (1, 12, 13)", "value == 12")
-    assert one != STYLES["workaround"]
-    task = {"instance_id": "x", "patch": styles["workaround"].decode()}
     members = [trajectory(0, styles["workaround"]), trajectory(1, styles["clean"])]
-    assert grade(group_of(members, task=task))[0][0].flags == {}
+    unsure = grade(group_of(members))[0][0]  # nothing shows where the literal is from
+    assert (unsure.scores.approach, unsure.flags) == (4, {})
+    task = {"instance_id": "x", "patch": styles["workaround"].decode()}
+    right = grade(group_of(members, task=task))[0][0]
+    assert (right.scores.approach, right.flags) == (5, {})
     task = {"instance_id": "x", "patch": styles["clean"].decode()}
     assert Flag.TEST_SPECIFIC_WORKAROUND in grade(group_of(members, task=task))[0][0].flags
 

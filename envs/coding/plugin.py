@@ -1,0 +1,75 @@
+"""What `gagar train` calls to prepare the code-repair environment (`gagar_jax.types.EnvironmentPlugin`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from envs.coding import build, demonstrations, tasks
+from envs.coding.demonstrations import Problem
+from envs.coding.shared import make_prompt
+from envs.coding.tools import GRAMMAR
+from gagar_jax.types import Demonstration
+
+_ENV_KEYS = ("confinement", "max_turns", "tool_time_s", "observation_chars", "locate")
+
+
+class CodeRepair:
+    """The plugin; every method is described in `EnvironmentPlugin`."""
+
+    def prepare(
+        self, tasks: dict[str, Any], *, confinement: str, progress: Callable[[int, int, str], None]
+    ) -> Path:
+        return build.build(tasks, confinement=confinement, progress=progress)
+
+    def load(self, tasks_dir: Path) -> list[dict[str, Any]]:
+        return tasks.load_tasks(tasks_dir)
+
+    def env_kwargs(self, tasks_dir: Path, env: dict[str, Any]) -> dict[str, Any]:
+        return {"tasks_dir": str(tasks_dir), **{key: env[key] for key in _ENV_KEYS}}
+
+    def corpus(self, tasks_dir: Path) -> Iterator[str]:
+        """Package sources; prompts, fixes and rewrites of the train split; the short replies."""
+        records = tasks.load_tasks(tasks_dir)
+        packages = {
+            name: tasks.load_package(tasks_dir, name) for name in sorted({r["package"] for r in records})
+        }
+        for path in sorted({(record["package"], record["path"]) for record in records}):
+            yield packages[path[0]].files[path[1]].decode("utf-8")
+        for record in records:
+            if record["split"] == "train":
+                problem = Problem(record, packages[record["package"]])
+                yield make_prompt(record, problem.text, "function", 10_000).text
+                yield from problem.changes(problem.fixed)
+                yield "\n".join(
+                    ["test", f"all {len(record['PASS_TO_PASS']) + 1} tests pass", "ok", "submit", "view"]
+                )
+        yield GRAMMAR
+
+    def demonstrations(
+        self,
+        tasks_dir: Path,
+        env: dict[str, Any],
+        *,
+        instance_ids: list[str],
+        per_task: int,
+        clean_share: float,
+        seed: int,
+        progress: Callable[[int, int, str], None],
+    ) -> list[Demonstration]:
+        kwargs = self.env_kwargs(tasks_dir, env)
+        del kwargs["tasks_dir"]
+        return demonstrations.demonstrations(
+            tasks_dir,
+            kwargs,
+            instance_ids=instance_ids,
+            per_task=per_task,
+            clean_share=clean_share,
+            seed=seed,
+            workers=env["workers"],
+            progress=progress,
+        )
+
+
+CODE_REPAIR = CodeRepair()
