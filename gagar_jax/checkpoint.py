@@ -92,8 +92,8 @@ class Checkpoints:
                 self._put_aside(step, error)
         if steps:
             raise UserError(
-                f"All {len(steps)} checkpoints in {self._dir} were damaged; they are now in damaged-* there. To "
-                "start this stage again, run the same command; to keep what it earned, put back a good copy."
+                f"All {len(steps)} checkpoints in {self._dir} were damaged; they are now in damaged-* there. "
+                "To start this stage again, run the same command; to keep what it earned, put back a copy."
             )
         return None
 

@@ -236,12 +236,10 @@ class Pool:
         failures = self._failures.setdefault(package.name, [])
         if len(failures) >= _START_ATTEMPTS:
             raise ServerUnavailable(failures[-1])
-        tree = self._staging / "trees" / package.name
-        if not tree.exists():
-            with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
-                package.write(Path(folder, "tree"), {})
-                Path(folder, "tree").rename(tree)
-        runner = Runner(self._box, "warm_server.py", self._staging, tree)
+        try:
+            runner = Runner(self._box, "warm_server.py", self._staging, self._tree(package))
+        except OSError as error:  # the machine's state, which may pass: not counted as an attempt
+            raise ServerUnavailable(f"package {package.name}: {error}") from error
         known = self._facts.get(package.name)
         try:
             start = {"facts": known.raw if known else None, "start_s": _START_S}
@@ -263,6 +261,15 @@ class Pool:
             self._facts.setdefault(package.name, Facts.parse(reply["facts"]))
             self._busy.add(runner)
         return runner
+
+    def _tree(self, package: pristine.Pristine) -> Path:
+        """The correct sources as a server is shown them, written once."""
+        tree = self._staging / "trees" / package.name
+        if not tree.exists():
+            with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
+                package.write(Path(folder, "tree"), {})
+                Path(folder, "tree").rename(tree)
+        return tree
 
     def pids(self) -> list[int]:
         """The live servers' outermost processes."""
