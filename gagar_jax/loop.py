@@ -95,7 +95,7 @@ def _warm_start(run: Run) -> Any:
     )
     batches = SupervisedBatches(
         _examples(run), tokens_per_batch=config.sft.tokens_per_batch, seed=config.seed,
-        max_length=config.train.row_length, row_multiple=run.mesh.shape["data"],
+        row_length=config.train.row_length, row_multiple=run.mesh.shape["data"],
     )  # fmt: skip
     step_fn = make_sft_step(config, run.graph, run.mesh)
     first = int(state.step)

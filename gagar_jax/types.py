@@ -13,8 +13,10 @@ Expected failures are values of the enums below; unexpected ones are exceptions 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -256,6 +258,22 @@ class EnvironmentPlugin(Protocol):
     ) -> list[Demonstration]:
         """Demonstrations played through the real environment, in several styles, clean and sloppy."""
         ...
+
+
+_AST_LOCK = threading.Lock()
+
+
+def parse_python(text: str) -> ast.Module:
+    """`ast.parse`, one thread at a time: environments and graders parse in many.
+
+    CPython before 3.13 keeps the depth of the tree under construction in a variable that all threads share,
+    and raises SystemError ("AST constructor recursion depth mismatch") when two parse at once.
+
+    Raises:
+      SyntaxError, ValueError, RecursionError, MemoryError: as `ast.parse` does.
+    """
+    with _AST_LOCK:
+        return ast.parse(text)
 
 
 def to_json(value: Any) -> Any:

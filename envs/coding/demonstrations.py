@@ -19,7 +19,7 @@ from typing import Any
 from envs.coding import tools
 from envs.coding.env import CodeRepairEnv
 from envs.coding.tasks import PackageTree, TaskError, test_name
-from gagar_jax.types import Demonstration
+from gagar_jax.types import Demonstration, parse_python
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ class Problem:
         self.fixed = _window(fixed, fixed_first, fixed_last)
         self.around = tools.split_lines(fixed)[: fixed_first - 1], tools.split_lines(fixed)[fixed_last:]
         function = (
-            ast.parse("if 1:\n" + "\n".join(self.fixed)).body[0] if self.fixed[0][:1].isspace() else None
+            parse_python("if 1:\n" + "\n".join(self.fixed)).body[0] if self.fixed[0][:1].isspace() else None
         )
-        tree = function.body[0] if isinstance(function, ast.If) else ast.parse("\n".join(self.fixed)).body[0]
+        tree = function.body[0] if isinstance(function, ast.If) else parse_python("\n".join(self.fixed)).body[0]
         assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
         offset = 2 if isinstance(function, ast.If) else 1
         documented = ast.get_docstring(tree) is not None and len(tree.body) > 1

@@ -16,6 +16,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 
+from gagar_jax.types import parse_python
+
 _COMPARISONS = {
     "<": ("<=", ">"),
     "<=": ("<", ">="),
@@ -121,7 +123,7 @@ def find_functions(source: str) -> list[Function]:
     """
     lines = [line.decode() for line in source.encode().splitlines(keepends=True)]
     found: list[Function] = []
-    tree = ast.parse(source)
+    tree = parse_python(source)
     for owner, prefix in [(tree, ""), *((c, f"{c.name}.") for c in tree.body if isinstance(c, ast.ClassDef))]:
         for node in owner.body:
             if isinstance(node, ast.FunctionDef):
@@ -161,7 +163,7 @@ def _tree(function_text: str) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            tree = ast.parse(source)
+            tree = parse_python(source)
             compile(tree, "<mutant>", "exec", dont_inherit=True)
         except (SyntaxError, ValueError):  # `break` left outside a loop, `is` with a literal, …
             return None
@@ -173,7 +175,7 @@ class _Finder:
 
     def __init__(self, source: str, qualname: str):
         self.data = source.encode()
-        self.tree = ast.parse(source)
+        self.tree = parse_python(source)
         self.line_starts = [0]
         for line in source.encode().splitlines(keepends=True):
             self.line_starts.append(self.line_starts[-1] + len(line))

@@ -45,6 +45,12 @@ class NeedsCold(Exception):
     """The warm path cannot answer; the message is the cause."""
 
 
+_PYTEST_STATUS = {
+    2: ": interrupted",
+    3: ": pytest failed",
+    4: ": the suite could not be loaded",
+    5: ": no tests",
+}
 _FAILING = ("assert", "raises", "approx", "unittest")  # each a way in which tests say no
 
 
@@ -167,8 +173,10 @@ class Run:
             return f"the tests printed more than {_OUTPUT_BYTES >> 20} MiB"
         if reply["ended"] == "channel":
             return "the result channel was flooded"
-        if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        if status == -signal.SIGXCPU:
             return "the tests used too much processor time"
+        if status == -signal.SIGKILL:
+            return "the test process was killed, by itself or for using too much processor time"
         if status < 0:
             return f"the test process was ended by signal {-status}"
         return ""
@@ -178,7 +186,8 @@ class Run:
         if "end" not in last:
             return "the test process ended before the tests did"
         if last["end"] not in (0, 1):
-            return f"the test run stopped early (pytest status {last['end']})"
+            cause = _PYTEST_STATUS.get(last["end"], "")
+            return f"the test run stopped early (pytest status {last['end']}{cause})"
         plans = [message["plan"] for message in messages if "plan" in message]
         if twice or len(plans) != 1 or sorted(plans[0]) != sorted(results):
             return "not every test that should run was reported exactly once"

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from envs.coding.mutation import docstring_lines
 from envs.coding.workspace import Workspace, WorkspacePathError
+from gagar_jax.types import parse_python
 
 GRAMMAR = "use: view NAME | view PATH A-B | search TEXT | edit A-B | insert A | test | submit"
 MAX_ACTION_CHARS = 20_000
@@ -300,7 +301,7 @@ def render(text: str, first: int, last: int) -> str:
 def _docstrings(text: str) -> dict[int, int]:
     """First line -> last line of every docstring; none where the text does not parse."""
     try:
-        tree = ast.parse(text)
+        tree = parse_python(text)
     except (SyntaxError, ValueError):
         return {}
     found = (docstring_lines(node) for node in ast.walk(tree))
@@ -311,7 +312,7 @@ def _docstrings(text: str) -> dict[int, int]:
 def locate(text: str, name: str) -> tuple[int, int] | None:
     """First and last line of a definition, decorators included; by syntax or, failing that, by indent."""
     try:
-        tree = ast.parse(text)
+        tree = parse_python(text)
     except (SyntaxError, ValueError):
         return _locate_by_indent(text, name.split(".")[-1])
     found: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]] = []
@@ -351,7 +352,7 @@ def _locate_by_indent(text: str, leaf: str) -> tuple[int, int] | None:
 def syntax_error(text: str) -> SyntaxError | None:
     """Why the text does not compile, if it does not."""
     try:
-        ast.parse(text)
+        parse_python(text)
     except SyntaxError as error:
         return error
     except ValueError as error:  # NUL bytes

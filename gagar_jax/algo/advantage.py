@@ -5,18 +5,20 @@ Rewards, verdicts and the loss live elsewhere; how sums over groups are computed
 Ours, beyond the paper:
 - a reward that is not finite is no reward: its trajectory counts as invalid;
 - a coefficient of a passed trajectory outside (0, 1] voids its group's verdict: the group is ungraded;
-- positive advantages that sum to less than 1e-18 are a zero denominator.
+- positive advantages that sum to less than 1e-18 are a zero denominator;
+- binary rewards take one pass over the rows instead of two (Eq. 4: the second pass's sums follow from the first's).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from gagar_jax.algo.segments import group_sums, to_rows
+from gagar_jax.algo.segments import group_counts, group_sums, to_rows
 
 Mode = Literal["none", "downweight", "sum_preserving"]
 _TINY = 1e-18  # below it, squares in the derivative of a quotient leave float32
@@ -33,6 +35,29 @@ class GroupAdvantages(NamedTuple):
     deficit_G: jax.Array  # float32; D, what discounting alone takes out
     scale_G: jax.Array  # float32; λ
     capped_G: jax.Array  # bool; λ was cut at lambda_max
+
+
+class _Rows(NamedTuple):
+    """The inputs after steps 1 and 2."""
+
+    reward_N: jax.Array
+    quality_N: jax.Array
+    scored_N: jax.Array  # valid and not external: the reward counts as it is (otherwise as 0)
+    passed_N: jax.Array
+    valid_N: jax.Array
+    group_id_N: jax.Array
+
+
+class _Sums(NamedTuple):
+    """Per group, float32."""
+
+    size_G: jax.Array
+    passes_G: jax.Array
+    mean_G: jax.Array
+    gain_G: jax.Array  # Σ_P A⁺
+    credit_G: jax.Array  # Σ_P f A⁺; −∞ where a coefficient is void
+    loss_G: jax.Array  # Σ_P min(A, 0), of shaped rewards
+    error_G: jax.Array  # Σ A, what is left of 0 by rounding the mean
 
 
 def group_advantages(
@@ -61,69 +86,152 @@ def group_advantages(
       valid_N: bool, false where the infrastructure failed or the evaluation is broken.
       external_N: bool, the answer was copied from outside: counts as failed with reward 0.
       graded_G: bool, the group has a usable verdict.
-      num_groups: static number of groups G.
+      num_groups: static number of groups G, at least 1.
       mode: "none" is binary GRPO without a standard deviation, "downweight" discounts and gives nothing
         back (the paper's unstable ablation), "sum_preserving" is GAGAR.
       lambda_max: cap of λ, at least 1.
 
     Returns:
       `GroupAdvantages`. Finite for every input, and so are its gradients.
+
+    Raises:
+      ValueError: unknown mode or no groups.
+      AssertionError: shapes that do not match.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> yes, no = jnp.ones(4, bool), jnp.zeros(4, bool)
+      >>> out = group_advantages(
+      ...     jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.array([True, True, False, False]),
+      ...     jnp.array([1.0, 0.5, 1.0, 1.0]), jnp.zeros(4, int), yes, no, jnp.ones(1, bool), num_groups=1)
+      >>> [round(float(a), 3) for a in out.advantage_N]
+      [0.667, 0.333, -0.5, -0.5]
     """
     if mode not in ("none", "downweight", "sum_preserving"):
         raise ValueError(f"mode {mode!r}: expected 'none', 'downweight' or 'sum_preserving'")
-    rows = [jnp.asarray(x) for x in (reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)]
-    chex.assert_rank(rows, 1)
-    chex.assert_equal_shape(rows)
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, got {num_groups}")
+    arrays = [jnp.asarray(x) for x in (reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)]
+    chex.assert_rank(arrays, 1)
+    chex.assert_equal_shape(arrays)
+    graded_G = jnp.asarray(graded_G).astype(bool)
     chex.assert_shape(graded_G, (num_groups,))
-    reward_N, passed_N, quality_N, group_id_N, valid_N, external_N = rows
-    group_id_N = group_id_N.astype(jnp.int32)
+    reward_N, passed_N, quality_N, group_id_N, valid_N, external_N = arrays
+    reward_N, quality_N, group_id_N = reward_N.astype(jnp.float32), quality_N.astype(jnp.float32), group_id_N.astype(jnp.int32)
+    passed_N, valid_N, external_N = passed_N.astype(bool), valid_N.astype(bool), external_N.astype(bool)
 
-    # Steps 1 and 2: invalid rows leave, external rows fail.
-    reward_N = jnp.where(external_N, 0.0, reward_N.astype(jnp.float32))
-    valid_N = valid_N & jnp.isfinite(reward_N) & (group_id_N >= 0) & (group_id_N < num_groups)
-    reward_N = jnp.where(valid_N, reward_N, 0.0)
-    passed_N = passed_N & valid_N & ~external_N
-
-    # Step 3: statistics. The rounding error of this mean is taken out by the second pass.
-    size_G, reward_G, passes_G = group_sums((valid_N, reward_N, passed_N), group_id_N, num_groups=num_groups)
-    members_G = jnp.maximum(size_G, 1.0)
-    mean_G = reward_G / members_G
-    # Step 4: dynamic sampling.
-    kept_G = (passes_G > 0) & (passes_G < size_G)
-
-    (mean_N,) = to_rows((mean_G,), group_id_N)
-    centred_N = jnp.where(valid_N, reward_N - mean_N, 0.0)
-    gain_N = jnp.where(passed_N, jnp.maximum(centred_N, 0.0), 0.0)
-    quality_N = quality_N.astype(jnp.float32)
-    proper_N = (quality_N > 0) & (quality_N <= 1)
-    credit_N = jnp.where(proper_N, quality_N, 1.0) * gain_N
-    # A void coefficient puts −∞ into its group's sum, and no comparison below lets such a group be graded.
-    voided_N = jnp.where(passed_N & ~proper_N, -jnp.inf, credit_N)
-    failed_N = jnp.where(passed_N, 0.0, centred_N)
-    error_G, gain_G, credit_G, failed_G = group_sums(
-        (centred_N, gain_N, voided_N, failed_N), group_id_N, num_groups=num_groups
+    # Steps 1 and 2: invalid rows leave, external rows fail with reward 0.
+    valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
+    scored_N = valid_N & ~external_N
+    rows = _Rows(reward_N, quality_N, scored_N, passed_N & scored_N, valid_N, group_id_N)
+    # Steps 3 to 6, up to what every row must know of its group.
+    cap = jnp.asarray(lambda_max, jnp.float32)
+    table_G3, groups = _group_statistics(mode, num_groups, rows, graded_G, cap)
+    mean_N, scale_N, centre_N = to_rows(table_G3, group_id_N)
+    centred_N = _reward(rows) - mean_N
+    shared_N = rows.passed_N & (scale_N > 0)
+    credit_N = jnp.where(_proper(rows), quality_N, 1.0) * jnp.maximum(centred_N, 0.0)
+    redistributed_N = jnp.where(shared_N, scale_N * credit_N, centred_N)
+    trained_N = valid_N & (scale_N >= 0)
+    return groups._replace(
+        advantage_N=jnp.where(trained_N, redistributed_N - centre_N, 0.0), trained_N=trained_N
     )
 
-    # Step 5: redistribution. The quotient is only taken where it is used, so that gradients are finite.
-    graded_G = jnp.asarray(graded_G) & kept_G & (credit_G > _TINY) & (mode != "none")
-    credit_G = jnp.where(graded_G, credit_G, 1.0)
-    capped_G = graded_G & (gain_G > lambda_max * credit_G) & (mode == "sum_preserving")
-    shared_G = graded_G & ~capped_G & (mode == "sum_preserving")
-    scale_G = jnp.where(shared_G, gain_G, jnp.where(capped_G, lambda_max, 1.0)) / jnp.where(shared_G, credit_G, 1.0)
-    # Step 6: centring. Σ B follows from the group's sums; elsewhere only the mean's rounding error is taken out.
-    centre = graded_G & (mode == "sum_preserving")
-    centre_G = jnp.where(centre, scale_G * credit_G + failed_G, error_G) / members_G
 
-    kept_N, graded_N, scale_N, centre_N = to_rows((kept_G, graded_G, scale_G, centre_G), group_id_N)
-    trained_N = kept_N & valid_N
-    redistributed_N = jnp.where(passed_N & graded_N, scale_N * credit_N, centred_N)
-    return GroupAdvantages(
-        advantage_N=jnp.where(trained_N, redistributed_N - centre_N, 0.0),
-        trained_N=trained_N,
+def _reward(rows: _Rows) -> jax.Array:
+    return jnp.where(rows.scored_N, rows.reward_N, 0.0)
+
+
+def _proper(rows: _Rows) -> jax.Array:
+    return (rows.quality_N > 0) & (rows.quality_N <= 1)
+
+
+def _two_passes(rows: _Rows, num_groups: int) -> _Sums:
+    """Any rewards. The rounding error of the first pass's mean is summed by the second, and taken out."""
+    sums = functools.partial(group_sums, group_id_N=rows.group_id_N, num_groups=num_groups)
+    reward_N = _reward(rows)
+    size_G, passes_G = group_counts(rows.valid_N, rows.passed_N, rows.group_id_N, num_groups=num_groups)
+    mean_G = sums(reward_N) / jnp.maximum(size_G, 1.0)
+    (mean_N,) = to_rows(mean_G[:, None], rows.group_id_N)
+    centred_N = jnp.where(rows.valid_N, reward_N - mean_N, 0.0)
+    gain_N = jnp.where(rows.passed_N, jnp.maximum(centred_N, 0.0), 0.0)
+    proper_N = _proper(rows)
+    credit_N = jnp.where(proper_N, rows.quality_N, 1.0) * gain_N
+    return _Sums(
+        size_G=size_G,
+        passes_G=passes_G,
+        mean_G=mean_G,
+        gain_G=sums(gain_N),
+        credit_G=sums(jnp.where(rows.passed_N & ~proper_N, -jnp.inf, credit_N)),
+        loss_G=sums(jnp.where(rows.passed_N, jnp.minimum(centred_N, 0.0), 0.0)),
+        error_G=sums(centred_N),
+    )
+
+
+def _one_pass(rows: _Rows, num_groups: int) -> _Sums:
+    """Rewards that are exactly 1 for passed and 0 for the rest."""
+    size_G, passes_G = group_counts(rows.valid_N, rows.passed_N, rows.group_id_N, num_groups=num_groups)
+    quality_N = jnp.where(rows.passed_N, jnp.where(_proper(rows), rows.quality_N, -jnp.inf), 0.0)
+    quality_G = group_sums(quality_N, rows.group_id_N, num_groups=num_groups)
+    mean_G = passes_G / jnp.maximum(size_G, 1.0)
+    # 0 · −∞ cannot be: a group with a void coefficient and mean 1 is dropped, but its sum must not be NaN.
+    credit_G = quality_G * jnp.maximum(1.0 - mean_G, _TINY)
+    zero_G = jnp.zeros_like(mean_G)
+    return _Sums(size_G, passes_G, mean_G, passes_G * (1.0 - mean_G), credit_G, loss_G=zero_G, error_G=zero_G)
+
+
+def _redistribution(sums: _Sums, graded_G: jax.Array, cap: jax.Array, mode: Mode) -> tuple[jax.Array, GroupAdvantages]:
+    """Steps 4 to 6 for every group.
+
+    Returns:
+      table_G3: mean; λ, or 0 where advantages stay as they are, or −1 where the group is dropped; mean of B.
+      groups: the result, its two row fields still empty.
+    """
+    kept_G = (sums.passes_G > 0) & (sums.passes_G < sums.size_G)
+    graded_G = graded_G & kept_G & (sums.credit_G > _TINY) & (mode != "none")
+    credit_G = jnp.where(graded_G, sums.credit_G, 1.0)
+    preserving_G = graded_G & (mode == "sum_preserving")
+    capped_G = preserving_G & (sums.gain_G > cap * credit_G)
+    # The quotient is only taken where it is used, so that gradients are finite.
+    below_G = preserving_G & ~capped_G
+    scale_G = jnp.where(below_G, sums.gain_G, 1.0) / jnp.where(below_G, credit_G, 1.0)
+    scale_G = jnp.where(capped_G, cap, scale_G)
+    # Σ B = Σ A + (λ Σ_P f A⁺ − Σ_P A⁺) − Σ_P min(A, 0): the group's sums are enough.
+    members_G = jnp.maximum(sums.size_G, 1.0)
+    given_G = jnp.where(preserving_G, scale_G * credit_G - sums.gain_G - sums.loss_G, 0.0)
+    centre_G = (sums.error_G + given_G) / members_G
+    share_G = jnp.where(kept_G, jnp.where(graded_G, scale_G, 0.0), -1.0)
+    empty = jnp.zeros((0,))
+    return jnp.stack((sums.mean_G, share_G, centre_G), axis=-1), GroupAdvantages(
+        advantage_N=empty,
+        trained_N=empty,
         kept_G=kept_G,
-        mean_G=mean_G + error_G / members_G,
-        size_G=size_G.astype(jnp.int32),
-        deficit_G=jnp.where(graded_G, gain_G - credit_G, 0.0),
+        mean_G=sums.mean_G + sums.error_G / members_G,
+        size_G=sums.size_G.astype(jnp.int32),
+        deficit_G=jnp.where(graded_G, sums.gain_G - credit_G, 0.0),
         scale_G=scale_G,
         capped_G=capped_G,
     )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _group_statistics(
+    mode: Mode, num_groups: int, rows: _Rows, graded_G: jax.Array, cap: jax.Array
+) -> tuple[jax.Array, GroupAdvantages]:
+    """`_redistribution` of one pass or two. Both branches end in small tables that the rows then read."""
+    binary = jnp.all(~rows.scored_N | (rows.reward_N == rows.passed_N.astype(jnp.float32)))
+    return jax.lax.cond(
+        binary,
+        lambda: _redistribution(_one_pass(rows, num_groups), graded_G, cap, mode),
+        lambda: _redistribution(_two_passes(rows, num_groups), graded_G, cap, mode),
+    )
+
+
+@_group_statistics.defjvp
+def _group_statistics_jvp(mode, num_groups, primals, tangents):  # type: ignore[no-untyped-def]
+    """One pass reads no rewards, so its own derivative would be wrong."""
+
+    def general(rows: _Rows, graded_G: jax.Array, cap: jax.Array) -> tuple[jax.Array, GroupAdvantages]:
+        return _redistribution(_two_passes(rows, num_groups), graded_G, cap, mode)
+
+    return jax.jvp(general, primals, tangents)

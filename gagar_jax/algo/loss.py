@@ -63,10 +63,11 @@ def fan_out(
     Returns:
       (advantage_BT float32, mask_BT bool); the mask leaves out trajectories that are not trained on.
     """
-    flat = trajectory_id_BT.astype(jnp.int32).reshape(-1)
-    advantage, trained = to_rows((advantages.advantage_N, advantages.trained_N), flat)
-    mask_BT = trained.reshape(trajectory_id_BT.shape) & (loss_mask_BT != 0)
-    return jnp.where(mask_BT, advantage.reshape(trajectory_id_BT.shape), 0.0), mask_BT
+    trajectories = advantages.advantage_N.shape[0]
+    inside_BT = (trajectory_id_BT >= 0) & (trajectory_id_BT < trajectories)
+    id_BT = jnp.where(inside_BT, trajectory_id_BT, 0)
+    mask_BT = inside_BT & advantages.trained_N[id_BT] & (loss_mask_BT != 0)
+    return jnp.where(mask_BT, advantages.advantage_N[id_BT], 0.0), mask_BT
 
 
 def token_weights(
@@ -99,13 +100,16 @@ def token_weights(
     weight_BT = mask_BT.astype(jnp.float32)
     if aggregation == "token":
         return weight_BT
-    flat = trajectory_id_BT.astype(jnp.int32).reshape(-1)
-    ids = group_id_N.astype(jnp.int32)
-    (tokens_N,) = group_sums((weight_BT.reshape(-1),), flat, num_groups=ids.shape[0])
-    (tokens_G,) = group_sums((tokens_N,), ids, num_groups=num_groups)
-    (tokens_N,) = to_rows((tokens_G,), ids)
-    (tokens,) = to_rows((tokens_N,), flat)
-    return weight_BT / jnp.maximum(tokens.reshape(weight_BT.shape), 1.0)
+    trajectory_id = trajectory_id_BT.astype(jnp.int32).reshape(-1)
+    group_id_N = group_id_N.astype(jnp.int32)
+    tokens_N = group_sums(weight_BT.reshape(-1), trajectory_id, num_groups=group_id_N.shape[0])
+    tokens_G = group_sums(tokens_N, group_id_N, num_groups=num_groups)
+    (tokens_N,) = to_rows(tokens_G[:, None], group_id_N)
+    (tokens,) = to_rows(tokens_N[:, None], trajectory_id)
+    # A token of no group belongs to no mean; one of a real group finds at least itself in the count.
+    inside_N = (group_id_N >= 0) & (group_id_N < num_groups)
+    inside_BT = jnp.append(inside_N, False).at[trajectory_id_BT].get(mode="fill", fill_value=False)
+    return jnp.where(inside_BT, weight_BT / jnp.maximum(tokens.reshape(weight_BT.shape), 1.0), 0.0)
 
 
 def policy_loss(

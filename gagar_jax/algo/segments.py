@@ -1,10 +1,6 @@
 """Sums over groups named by id, and reading them back: the only place that scatters and gathers.
 
 The mathematics that uses them lives in `advantage.py`.
-
-Speed on CPUs. A scatter there is one serial loop over rows whose cost hardly depends on how many columns a
-row carries, so all columns are added in one scatter of rows; and rows are laid out a block at a time, in a
-buffer that stays in cache, because laying out all of them costs more than adding them.
 """
 
 from __future__ import annotations
@@ -12,92 +8,93 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-_BLOCK = 8192  # rows laid out at once: 128 KiB of four columns, which fits a core's second-level cache
 _CELLS = 4096  # few large groups are summed as up to this many partial sums, which keeps float32 accurate
+_HALF = 16  # bits of a packed counter
 
 
-def group_sums(columns: tuple[jax.Array, ...], group_id_N: jax.Array, *, num_groups: int) -> tuple[jax.Array, ...]:
-    """Σ of each column over the rows of each group.
+def group_sums(column_N: jax.Array, group_id_N: jax.Array, *, num_groups: int) -> jax.Array:
+    """Σ of a column over the rows of each group.
+
+    Groups of hundreds of rows and more are summed in parts that are added pairwise, so that the rounding
+    error grows with the part, not with the group.
 
     Args:
-      columns: arrays of shape [N]: float32, or bool to count.
+      column_N: float32 or int32.
       group_id_N: int32; rows with an id outside [0, num_groups) are left out.
+      num_groups: static number of groups G, at least 1.
+
+    Returns:
+      sums_G, the column's dtype.
+    """
+    rows = group_id_N.shape[0]
+    parts = _parts(rows, num_groups) if jnp.issubdtype(column_N.dtype, jnp.floating) else 1
+    if parts > 1:
+        part_N = jax.lax.broadcasted_iota(jnp.int32, (rows,), 0) % parts
+        inside_N = (group_id_N >= 0) & (group_id_N < num_groups)
+        group_id_N = jnp.where(inside_N, part_N * num_groups + group_id_N, -1)
+    sums = jnp.zeros((parts * num_groups,), column_N.dtype)
+    sums = sums.at[group_id_N].add(column_N, mode="drop", wrap_negative_indices=False)
+    while parts > 1:
+        parts //= 2
+        sums = sums[: parts * num_groups] + sums[parts * num_groups :]
+    return sums
+
+
+def group_counts(
+    valid_N: jax.Array, passed_N: jax.Array, group_id_N: jax.Array, *, num_groups: int
+) -> tuple[jax.Array, jax.Array]:
+    """How many rows of each group are valid, and how many passed: two counts for the price of one scatter.
+
+    Both are packed into one int32, 16 bits each. Where some group has 2¹⁶ members that overflows, which shows
+    in the total, and the two are counted apart.
+
+    Args:
+      valid_N: bool.
+      passed_N: bool; a passed row is valid.
+      group_id_N: int32; valid rows have ids in [0, num_groups).
       num_groups: static number of groups G.
 
     Returns:
-      As many float32 arrays of shape [G].
+      (size_G, passes_G), float32.
     """
-    rows = group_id_N.shape[0]
-    partials = _partials(rows, num_groups)
-    if partials > 1:
-        cell_N = jax.lax.broadcasted_iota(jnp.int32, (rows,), 0) % partials
-        inside_N = (group_id_N >= 0) & (group_id_N < num_groups)
-        group_id_N = jnp.where(inside_N, cell_N * num_groups + group_id_N, -1)
-    sums_GC = _row_scatter(columns, group_id_N, partials * num_groups)
-    while partials > 1:  # pairwise: the error grows with the logarithm
-        partials //= 2
-        sums_GC = sums_GC[: partials * num_groups] + sums_GC[partials * num_groups :]
-    return tuple(sums_GC[:, c] for c in range(len(columns)))
+    valid_N, passed_N = valid_N.astype(jnp.int32), passed_N.astype(jnp.int32)
+    packed_G = group_sums(valid_N + (passed_N << _HALF), group_id_N, num_groups=num_groups)
+    low_G = packed_G & ((1 << _HALF) - 1)
+    packed = (low_G, packed_G >> _HALF)
+    if valid_N.shape[0] >= 1 << _HALF:
+        packed = jax.lax.cond(
+            jnp.sum(low_G) == jnp.sum(valid_N),
+            lambda: packed,
+            lambda: (
+                group_sums(valid_N, group_id_N, num_groups=num_groups),
+                group_sums(passed_N, group_id_N, num_groups=num_groups),
+            ),
+        )
+    return packed[0].astype(jnp.float32), packed[1].astype(jnp.float32)
 
 
-def to_rows(columns: tuple[jax.Array, ...], group_id_N: jax.Array) -> tuple[jax.Array, ...]:
-    """Each row's value of its group's columns; rows of no group read 0.
+def to_rows(table_GC: jax.Array, group_id_N: jax.Array) -> tuple[jax.Array, ...]:
+    """Each row's values of its group, one array per column of the table.
+
+    The columns of a group are neighbours in memory, so a row touches one cache line however many it reads.
 
     Args:
-      columns: arrays of shape [G].
-      group_id_N: int32 ids.
+      table_GC: any dtype.
+      group_id_N: int32 ids; a row of no group reads some group's values, so mask it.
 
     Returns:
-      As many arrays of shape [N], dtypes kept.
+      C arrays of shape [N].
     """
+    columns = table_GC.shape[1]
+    flat = table_GC.reshape(-1)
     return tuple(
-        column_G.at[group_id_N].get(mode="fill", fill_value=0, wrap_negative_indices=False) for column_G in columns
+        flat.at[group_id_N * columns + c].get(mode="clip", wrap_negative_indices=False) for c in range(columns)
     )
 
 
-def _partials(rows: int, num_groups: int) -> int:
-    """How many partial sums a group is split into: a power of two, 1 for many small groups."""
-    partials = 1
-    while 2 * partials * num_groups <= _CELLS and rows >= 128 * partials * num_groups:
-        partials *= 2
-    return partials
-
-
-def _row_scatter(columns: tuple[jax.Array, ...], id_N: jax.Array, size: int) -> jax.Array:
-    """sums_GC by one scatter of rows; in cache-sized blocks on a single CPU device."""
-    zeros_GC = jnp.zeros((size, len(columns)), jnp.float32)
-
-    def whole(columns: tuple[jax.Array, ...], id_N: jax.Array) -> jax.Array:
-        rows_NC = jnp.stack([c.astype(jnp.float32) for c in columns], axis=-1)
-        return _add_rows(zeros_GC, id_N, rows_NC)
-
-    # Blocks are a sequential loop over rows. Rows that are sharded must not go through it (every step would
-    # need a collective), and other platforms scatter in parallel.
-    if id_N.shape[0] <= _BLOCK or jax.device_count() > 1:
-        return whole(columns, id_N)
-    return jax.lax.platform_dependent(columns, id_N, cpu=lambda c, i: blocked_row_scatter(c, i, zeros_GC), default=whole)
-
-
-def blocked_row_scatter(columns: tuple[jax.Array, ...], id_N: jax.Array, zeros_GC: jax.Array) -> jax.Array:
-    """`zeros_GC` plus the rows, added block by block. Public for tests, which run on several devices."""
-    blocks, rest = divmod(id_N.shape[0], _BLOCK)
-    cut = blocks * _BLOCK
-
-    def add(carry: tuple[jax.Array, jax.Array], block: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], None]:
-        sums_GC, rows_BC = carry
-        *columns, id_B = block
-        for c, column in enumerate(columns):
-            rows_BC = jax.lax.dynamic_update_slice(rows_BC, column.astype(jnp.float32)[:, None], (0, c))
-        return (_add_rows(sums_GC, id_B, rows_BC), rows_BC), None
-
-    head = tuple(x[:cut].reshape(blocks, _BLOCK) for x in (*columns, id_N))
-    buffer_BC = jnp.zeros((_BLOCK, len(columns)), jnp.float32)
-    (sums_GC, _), _ = jax.lax.scan(add, (zeros_GC, buffer_BC), head)
-    if rest:
-        tail = jnp.stack([c[cut:].astype(jnp.float32) for c in columns], axis=-1)
-        sums_GC = _add_rows(sums_GC, id_N[cut:], tail)
-    return sums_GC
-
-
-def _add_rows(sums_GC: jax.Array, id_N: jax.Array, rows_NC: jax.Array) -> jax.Array:
-    return sums_GC.at[id_N].add(rows_NC, mode="drop", wrap_negative_indices=False)
+def _parts(rows: int, num_groups: int) -> int:
+    """A power of two: 1 for many small groups, more where the average group has 128 rows or more."""
+    parts = 1
+    while 2 * parts * num_groups <= _CELLS and rows >= 128 * parts * num_groups:
+        parts *= 2
+    return parts

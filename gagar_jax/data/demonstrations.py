@@ -1,17 +1,18 @@
-"""Demonstrations as ids → batches of the supervised warm start: a few static shapes, any step by its index.
+"""Demonstrations as ids → batches of the supervised warm start: one static shape, any step by its index.
 
 How a conversation becomes ids is the episode's business (rollout/episode.py); the loss is the train step's.
 """
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from gagar_jax.data.packing import Rows
+from gagar_jax.data.packing import Bundle, Piece, Rows, pack_pieces, place
 from gagar_jax.data.tokenizer import PAD
 
 logger = logging.getLogger(__name__)
@@ -24,43 +25,12 @@ class Example(NamedTuple):
     loss_mask: list[int]
 
 
-class _Bucket(NamedTuple):
-    length: int  # T
-    rows: int  # B
-    members: np.ndarray  # indices of the examples
-
-
-def bucket_lengths(lengths: Sequence[int], *, buckets: int, multiple: int = 16) -> list[int]:
-    """At most `buckets` row lengths that cover all lengths with the least padding.
-
-    Exact, by dynamic programming over the lengths rounded up to `multiple`.
-
-    >>> bucket_lengths([10, 11, 12, 90, 95], buckets=2)
-    [16, 96]
-    """
-    rounded, counts = np.unique(-(-np.asarray(lengths) // multiple) * multiple, return_counts=True)
-    size = len(rounded)
-    before = np.concatenate([[0], np.cumsum(counts)])
-    # cost[j]: least tokens that hold the first j distinct lengths in the buckets so far.
-    cost, cuts = np.where(np.arange(size + 1) == 0, 0.0, np.inf), []
-    for _ in range(min(buckets, size)):
-        total = [cost[:j] + (before[j] - before[:j]) * rounded[j - 1] for j in range(1, size + 1)]
-        cuts.append([0, *(int(np.argmin(t)) for t in total)])
-        cost = np.array([0.0, *(t.min() for t in total)])
-    chosen, j = [], size
-    for cut in reversed(cuts):
-        if j:
-            chosen.append(int(rounded[j - 1]))
-            j = cut[j]
-    return sorted(chosen)
-
-
 class SupervisedBatches:
     """An endless, seeded sequence of batches; `batch(step)` depends on nothing but its arguments.
 
-    An epoch visits every example once, in batches of one row length, shuffled; the last batch of each
-    length is filled up from the beginning of that length's order. One example a row: rows of one length
-    need less padding than this saves in attention.
+    An epoch visits every demonstration once. Those of one task are packed beside one copy of its prompt, so
+    a token of prompt is computed once for all that share it. Rows are shuffled, every epoch anew; the last
+    batch is filled up with the epoch's first rows.
     """
 
     def __init__(
@@ -69,72 +39,48 @@ class SupervisedBatches:
         *,
         tokens_per_batch: int,
         seed: int,
-        max_length: int,
-        buckets: int = 4,
+        row_length: int,
         row_multiple: int = 1,
     ) -> None:
-        """Sorts examples into buckets.
+        """Sizes the batches; rows are packed when their epoch begins.
 
         Args:
-          examples: longer ones than `max_length` are left out, counted in `too_long` and logged.
+          examples: longer ones than a row are left out, counted in `too_long` and logged.
           tokens_per_batch: B · T of every batch is at most this, unless one row alone is longer.
           seed: of the order.
-          max_length: tokens.
-          buckets: how many shapes, at most.
+          row_length: T, tokens.
           row_multiple: B is a multiple of this (the mesh's data axis).
 
         Raises:
           ValueError: no example is left.
         """
-        kept = [e for e in examples if len(e.tokens) <= max_length]
+        kept = [e for e in examples if len(e.tokens) <= row_length]
         self.too_long = len(examples) - len(kept)
         if self.too_long:
-            logger.warning(
-                "%d demonstrations of %d are longer than %d tokens", self.too_long, len(examples), max_length
-            )
+            logger.warning("%d demonstrations of %d exceed %d tokens", self.too_long, len(examples), row_length)
         if not kept:
-            raise ValueError(f"no demonstration of {len(examples)} fits {max_length} tokens")
-        self._examples, self._seed = kept, seed
-        lengths = np.array([len(e.tokens) for e in kept])
-        tops = bucket_lengths(lengths.tolist(), buckets=buckets)
-        which = np.searchsorted(tops, lengths)
-        self._buckets = []
-        for i, top in enumerate(tops):
-            rows = max(1, tokens_per_batch // top // row_multiple) * row_multiple
-            self._buckets.append(_Bucket(top, rows, np.flatnonzero(which == i)))
-        self._epoch_order: tuple[int, list[tuple[_Bucket, np.ndarray]]] | None = None
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """(B, T) of every kind of batch."""
-        return [(b.rows, b.length) for b in self._buckets]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return sum(-(-len(b.members) // b.rows) for b in self._buckets)
+            raise ValueError(f"no demonstration of {len(examples)} fits {row_length} tokens")
+        self._pieces = [Piece(n, *example) for n, example in enumerate(kept)]
+        self._seed, self._row_length = seed, row_length
+        self._rows = max(1, tokens_per_batch // row_length // row_multiple) * row_multiple
+        self._epochs: list[list[list[Bundle]]] = []  # rows of the epochs reached so far, in order
+        self._first: list[int] = [0]  # step at which each epoch begins
 
     def batch(self, step: int) -> Rows:
         """The batch of a step, counted from 0."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        if self._epoch_order is None or self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, self._order(epoch))
-        bucket, members = self._epoch_order[1][place]
-        rows = Rows(*(np.zeros((bucket.rows, bucket.length), np.int32) for _ in Rows._fields))
+        while self._first[-1] <= step:
+            self._epochs.append(self._order(len(self._epochs)))
+            self._first.append(self._first[-1] - (-len(self._epochs[-1]) // self._rows))
+        epoch = bisect.bisect_right(self._first, step) - 1
+        start = (step - self._first[epoch]) * self._rows
+        chosen = [self._epochs[epoch][i % len(self._epochs[epoch])] for i in range(start, start + self._rows)]
+        rows = Rows(*(np.zeros((self._rows, self._row_length), np.int32) for _ in Rows._fields))
         rows.tokens_BT[:] = PAD
-        for b, member in enumerate(members):
-            tokens, loss_mask = self._examples[member]
-            rows.tokens_BT[b, : len(tokens)] = tokens
-            rows.position_BT[b, : len(tokens)] = np.arange(len(tokens))
-            rows.segment_BT[b, : len(tokens)] = 1
-            rows.loss_mask_BT[b, : len(tokens)] = loss_mask
+        for b, bundles in enumerate(chosen):
+            place(rows, b, bundles)
         return rows
 
-    def _order(self, epoch: int) -> list[tuple[_Bucket, np.ndarray]]:
+    def _order(self, epoch: int) -> list[list[Bundle]]:
         rng = np.random.default_rng((self._seed, epoch))
-        batches = []
-        for bucket in self._buckets:
-            order = rng.permutation(bucket.members)
-            count = -(-len(order) // bucket.rows)
-            filled = np.take(order, np.arange(count * bucket.rows), mode="wrap")
-            batches += [(bucket, part) for part in filled.reshape(count, bucket.rows)]
-        return [batches[i] for i in rng.permutation(len(batches))]
+        rows = pack_pieces([self._pieces[i] for i in rng.permutation(len(self._pieces))], self._row_length)
+        return [rows[i] for i in rng.permutation(len(rows))]

@@ -26,8 +26,9 @@ class Rows(NamedTuple):
     """What a forward pass and a loss mask need: packed rows."""
 
     tokens_BT: Array  # int32
-    position_BT: Array  # int32, counts from 0 in each segment
+    position_BT: Array  # int32, a token's place in its sequence
     segment_BT: Array  # int32, 1… in each row, 0 for padding
+    prefix_BT: Array  # int32, the segment of the row that this one continues; 0 for none
     loss_mask_BT: Array  # int32
 
 
@@ -138,14 +139,15 @@ def pack(
     pieces = []
     for n in trained:
         _check(members[n][1], row_length)
-        pieces.append(_Piece(n, members[n][1]))
-    bundles = _bundles(pieces, row_length)
-    rows = first_fit_decreasing([_bundle_length(bundle) for bundle in bundles], row_length)
+        pieces.append(Piece(n, members[n][1].tokens, members[n][1].loss_mask))
+    rows = pack_pieces(pieces, row_length)
     batch = _empty(bucket_rows(len(rows), row_bucket), row_length, num_trajectories, num_groups)
     for b, row in enumerate(rows):
-        start = segment = 0
-        for bundle in row:
-            start, segment = _place(batch, b, start, segment, bundles[bundle])
+        for piece, columns in place(batch, b, row):
+            trajectory = members[piece.n][1]
+            batch.trajectory_id_BT[b, columns] = piece.n
+            batch.sampler_logprob_BT[b, columns] = trajectory.logprobs[piece.split :]
+            batch.version_BT[b, columns] = trajectory.version
     for g, group in enumerate(groups):
         batch.ticket_G[g] = group.group
     for n, (g, t) in enumerate(members):
@@ -198,59 +200,68 @@ def _empty(rows: int, length: int, num_trajectories: int, num_groups: int) -> Tr
     )
 
 
-class _Piece(NamedTuple):
-    """A trajectory and its number. `split` is where its continuation starts: the last token of its prompt."""
+class Piece(NamedTuple):
+    """A sequence to pack, under a number of the caller's. At least one token is marked as generated."""
 
     n: int
-    trajectory: Trajectory
+    tokens: list[int]
+    loss_mask: list[int]
 
     @property
     def split(self) -> int:
-        return self.trajectory.loss_mask.index(1) - 1
+        """Where its continuation starts: at the last token of its prompt, which predicts the first generated."""
+        return self.loss_mask.index(1) - 1
 
     @property
     def prefix(self) -> list[int]:
-        return self.trajectory.tokens[: self.split]
+        return self.tokens[: self.split]
 
 
-def _bundles(pieces: list[_Piece], row_length: int) -> list[list[_Piece]]:
-    """Pieces of one prompt, as many as fit a row together with it."""
-    by_prompt: dict[tuple[int, ...], list[_Piece]] = {}
+Bundle = list[Piece]
+"""Pieces of one prompt that share it in a row."""
+
+
+def pack_pieces(pieces: Sequence[Piece], row_length: int) -> list[list[Bundle]]:
+    """Bundles by row: pieces of one prompt together, as many as fit beside it; then first-fit-decreasing.
+
+    Raises:
+      ValueError: a piece is longer than a row.
+    """
+    by_prompt: dict[tuple[int, ...], list[Piece]] = {}
     for piece in pieces:
         by_prompt.setdefault(tuple(piece.prefix), []).append(piece)
-    bundles = []
+    bundles: list[Bundle] = []
     for prompt, same in by_prompt.items():
-        lengths = [len(piece.trajectory.tokens) - piece.split for piece in same]
+        lengths = [len(piece.tokens) - len(prompt) for piece in same]
         bundles += [[same[i] for i in row] for row in first_fit_decreasing(lengths, row_length - len(prompt))]
-    return bundles
+    lengths = [len(b[0].prefix) + sum(len(p.tokens) - len(b[0].prefix) for p in b) for b in bundles]
+    return [[bundles[i] for i in row] for row in first_fit_decreasing(lengths, row_length)]
 
 
-def _bundle_length(bundle: list[_Piece]) -> int:
-    return bundle[0].split + sum(len(piece.trajectory.tokens) - piece.split for piece in bundle)
+def place(rows: Rows | TrainBatch, b: int, bundles: Sequence[Bundle]) -> list[tuple[Piece, slice]]:
+    """Writes bundles into row b; returns the columns of each piece's continuation."""
+    start = segment = 0
+    columns = []
 
-
-def _place(batch: TrainBatch, b: int, start: int, segment: int, bundle: list[_Piece]) -> tuple[int, int]:
-    """Writes a prompt and its continuations into row b; returns where they end and the last segment used."""
-    prompt = bundle[0].prefix
-    shared = 0
-    if prompt:
-        segment = shared = segment + 1
-        span = (b, slice(start, start + len(prompt)))
-        batch.tokens_BT[span] = prompt
-        batch.position_BT[span] = np.arange(len(prompt))
-        batch.segment_BT[span] = segment
-        start += len(prompt)
-    for n, t in bundle:
-        split, length = len(prompt), len(t.tokens)
+    def write(tokens: list[int], first: int, prefix: int) -> slice:
+        nonlocal start, segment
         segment += 1
-        span = (b, slice(start, start + length - split))
-        batch.tokens_BT[span] = t.tokens[split:]
-        batch.position_BT[span] = np.arange(split, length)
-        batch.segment_BT[span] = segment
-        batch.prefix_BT[span] = shared
-        batch.loss_mask_BT[span] = t.loss_mask[split:]
-        batch.trajectory_id_BT[span] = n
-        batch.sampler_logprob_BT[span] = t.logprobs[split:]
-        batch.version_BT[span] = t.version
-        start += length - split
-    return start, segment
+        span = slice(start, start + len(tokens))
+        rows.tokens_BT[b, span] = tokens
+        rows.position_BT[b, span] = np.arange(first, first + len(tokens))
+        rows.segment_BT[b, span] = segment
+        rows.prefix_BT[b, span] = prefix
+        start = span.stop
+        return span
+
+    for bundle in bundles:
+        prompt = bundle[0].prefix
+        shared = 0
+        if prompt:
+            write(prompt, 0, 0)
+            shared = segment
+        for piece in bundle:
+            span = write(piece.tokens[len(prompt) :], len(prompt), shared)
+            rows.loss_mask_BT[b, span] = piece.loss_mask[len(prompt) :]
+            columns.append((piece, span))
+    return columns

@@ -9,6 +9,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 
 from gagar_jax.grading.patch import Line
+from gagar_jax.types import parse_python
 
 _BLOCK = re.compile(r"(if|for|while|with|try|else|elif|except|finally|def|class)\b.*:$")
 
@@ -42,7 +43,7 @@ def _is_code(text: str, removed: set[str], base: str) -> bool:
     if not text or text in removed:
         return bool(text)
     try:
-        body = ast.parse(text + " pass" if _BLOCK.match(text) else text).body
+        body = parse_python(text + " pass" if _BLOCK.match(text) else text).body
     except (SyntaxError, ValueError):
         return False
     match body:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from gagar_jax.grading.scan import FunctionNode, Hit, nodes_of, scan
+from gagar_jax.types import parse_python
 
 _HEADER = re.compile(r"(async\s+def|def|class)\s+(\w+)")
 _CLOSERS = (")", "]", "}")
@@ -54,7 +55,7 @@ class Unit:
 @functools.lru_cache(maxsize=256)
 def parse(text: str) -> ast.Module | SyntaxError:
     try:
-        return ast.parse(text)
+        return parse_python(text)
     except SyntaxError as error:
         return error
     except (ValueError, RecursionError) as error:  # null bytes; nesting beyond what the parser takes
@@ -101,7 +102,7 @@ def _import_at(text: str, number: int) -> ast.stmt | None:
     if not line.startswith(("import ", "from ")) or not _is_top_level(text, number):
         return None
     try:
-        return ast.increment_lineno(ast.parse(line), number - 1).body[0]
+        return ast.increment_lineno(parse_python(line), number - 1).body[0]
     except SyntaxError:
         return None  # it goes on in the next line
 

@@ -206,7 +206,7 @@ def make_sft_step(
             batch.tokens_BT,
             batch.position_BT,
             batch.segment_BT,
-            prefix_BT=None,
+            batch.prefix_BT,
             target_BT=_ahead(batch.tokens_BT),
             weight_BT=weight_BT,
             behaviour_BT=nothing,

@@ -41,7 +41,7 @@ def test_the_suite_passes(verifier: Verifier) -> None:
     report = verifier.suite(NAME)
     assert report.complete, report.why
     assert report.path == "cold"
-    assert len(report.results) == 19
+    assert len(report.results) == 18
     assert {t for t, outcome in report.results.items() if outcome != "passed"} == {
         "tests/test_words.py::test_skipped"
     }
@@ -103,7 +103,7 @@ MUTANTS: dict[str, tuple[dict[str, bytes | None], str]] = {
     ),
     "no closure left": (edit(CORE, "super().deposit(amount * 2)", "None"), "cold"),
     "new file": (
-        {"src/toy/extra.py": b"def low(v): return 0\n"}
+        {"src/toy/extra.py": b"def low(v): return 7\n"}
         | edit(
             CORE, "        return low\n", "        from toy.extra import low as f\n        return f(value)\n"
         ),
@@ -119,12 +119,15 @@ def test_warm_agrees_with_cold(verifier: Verifier, name: str) -> None:
     changed, path = MUTANTS[name]
     warm, cold = verifier.run(NAME, changed, None), verifier.suite(NAME, changed)
     assert warm.path == path
-    assert warm.complete, warm.why
-    assert cold.complete, cold.why
-    pristine_passing = verifier.run(NAME, {}, None).results
-    for test, before in pristine_passing.items():
-        now = cold.results.get(test, "error")  # a file that cannot be imported has no tests
-        assert warm.results.get(test, before) == now, (test, warm.details.get(test), cold.details.get(test))
+    assert not warm.fault
+    before = verifier.run(NAME, {}, None).results
+    # A suite that cannot be loaded, or a file of it, has no tests: all of them are errors.
+    now = {test: cold.results.get(test, "error") for test in before}
+    assert {
+        test: warm.results.get(test, before[test] if warm.complete else "error") for test in before
+    } == now
+    if name not in ("nothing but a comment", "unmapped function"):
+        assert now != before
 
 
 def test_runs_the_tests_asked_for_and_no_other(verifier: Verifier) -> None:

@@ -1,0 +1,294 @@
+"""The compiled step against a naive one, its invariances, and the batches in which nothing can be learned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from gagar_jax.config import Config
+from gagar_jax.data.packing import Piece, Rows, TrainBatch, pack_pieces, place
+from gagar_jax.model import transformer
+from gagar_jax.train.state import make_optimizer, restart
+from gagar_jax.train.step import make_sft_step, make_train_step
+from gagar_jax.types import Group
+from tests import reference
+from tests.train.batches import (
+    Verdicts,
+    assert_close,
+    floats,
+    gradient,
+    one_device,
+    pack_for,
+    run,
+    settings,
+    state_for,
+)  # fmt: skip
+from tests.trajectories import make_groups
+
+OUTCOMES = ("pfpf", "ppi", "ppfffp", "fff")
+GROUPS = make_groups(*OUTCOMES)
+
+
+def naive_logprobs(
+    config: Config, params: nnx.State, tokens: list[int], temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """One sequence alone, unpacked: (log π of tokens[1:], entropy of each prediction)."""
+    model = nnx.merge(transformer.abstract(config.model)[0], params)
+    tokens_1T = jnp.asarray([tokens], jnp.int32)
+    position_1T = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    hidden = transformer.forward(model, tokens_1T, position_1T, jnp.ones_like(tokens_1T))[0]
+    logp = jax.nn.log_softmax(hidden @ model.unembedding() / temperature, axis=-1)[:-1]
+    return logp[jnp.arange(len(tokens) - 1), tokens_1T[0, 1:]], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def naive_loss(params: nnx.State, config: Config, groups: list[Group], verdicts: Verdicts) -> jax.Array:
+    """The loss as the paper's lines say it, one trajectory at a time, no packing."""
+    total, count = jnp.zeros(()), 0
+    for group in groups:
+        members = group.trajectories
+        quality = verdicts.quality[np.arange(len(members)) % len(verdicts.quality)].tolist()
+        columns = reference.group_advantages(
+            [float(t.passed) for t in members], [t.passed for t in members], quality, [0] * len(members),
+            [t.valid for t in members], [False] * len(members), [verdicts.graded], num_groups=1,
+            mode=config.train.mode, lambda_max=config.train.lambda_max,
+        )  # fmt: skip
+        if not columns["kept"][0]:
+            continue
+        for advantage, t in zip(columns["advantage"], members, strict=True):
+            if not t.valid:
+                continue
+            logprob, entropy = naive_logprobs(config, params, t.tokens, config.rollout.temperature)
+            mask = jnp.asarray(t.loss_mask[1:], jnp.float32)
+            ratio = jnp.exp(logprob - jnp.asarray(t.logprobs[1:], jnp.float32))
+            bounded = jnp.clip(ratio, 1 - config.train.clip_low, 1 + config.train.clip_high)
+            token = -jnp.minimum(ratio * advantage, bounded * advantage)
+            total += jnp.sum(mask * (token - config.train.entropy_coef * entropy))
+            count += sum(t.loss_mask)
+    return total / count
+
+
+@pytest.mark.parametrize("mode", ["none", "downweight", "sum_preserving"])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.02])
+def test_loss_and_gradient_are_the_naive_ones(mode: str, entropy_coef: float) -> None:
+    config, verdicts = settings(mode=mode, entropy_coef=entropy_coef), Verdicts()
+    params = state_for(config, one_device()).params
+    loss, grads = jax.value_and_grad(naive_loss)(params, config, GROUPS, verdicts)
+    state, metrics, _ = run(config, pack_for(config, GROUPS), verdicts)
+    assert metrics["pg_loss"] - entropy_coef * metrics["entropy"] == pytest.approx(float(loss), abs=2e-6)
+    expected = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+    }
+    assert_close(gradient(state), expected, tolerance=2e-5)
+
+
+def test_the_result_does_not_depend_on_the_microbatch() -> None:
+    groups = make_groups("pfpfpf", "ffpfpp", "pffffp", longest=45, seed=4)
+    results = {}
+    for rows in (1, 2, 4, 8):
+        config = settings(microbatch_rows=rows)
+        batch = pack_for(config, groups)
+        assert (batch.segment_BT.max(axis=1) > 0).sum() > 4, "several microbatches must hold something"
+        state, metrics, _ = run(config, batch, Verdicts())
+        results[rows] = gradient(state) | {"loss": np.float32([metrics["pg_loss"]])}
+    for rows in (1, 2, 4):
+        assert_close(results[rows], results[8], tolerance=1e-6 * 4)
+
+
+def test_a_larger_bucket_changes_nothing() -> None:
+    small, large = settings(), settings(row_bucket=32)
+    a, _, _ = run(small, pack_for(small, GROUPS), Verdicts())
+    b, _, _ = run(large, pack_for(large, GROUPS), Verdicts())
+    assert_close(gradient(a), gradient(b), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("outcomes", [("ppp", "ff"), ("i", "iii"), ()])
+def test_a_batch_without_a_kept_group_changes_nothing(outcomes: tuple[str, ...]) -> None:
+    config = settings(optimizer={"weight_decay": 0.1})
+    before = jax.device_get(state_for(config, one_device()))
+    after, metrics, credit = run(config, pack_for(config, make_groups(*outcomes)), Verdicts())
+    for a, b in zip(
+        jax.tree.leaves((before.params, before.opt_state)),
+        jax.tree.leaves((after.params, after.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    assert int(after.step) == 1
+    assert np.isfinite(list(metrics.values())).all()
+    assert (metrics["update_applied"], metrics["kept_groups"]) == (0, 0)
+    assert metrics["dropped_groups"] == len(outcomes)
+    assert not credit.advantage_N.any()
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
+    config = settings()
+    state = state_for(config, one_device())
+    table = state.params["embedding"]
+    table.set_value(table.get_value().at[7].set(jnp.nan))
+    after, metrics, _ = run(config, pack_for(config, GROUPS), Verdicts(), state=state)
+    assert metrics["update_applied"] == 0
+    assert np.isnan(metrics["grad_norm"])
+    assert not np.asarray(after.opt_state[1].mu["embedding"].get_value()).any()
+    assert np.isnan(np.asarray(after.params["embedding"].get_value())).sum() == config.model.width
+
+
+def test_device_and_host_agree_on_what_is_dropped() -> None:
+    rng = np.random.default_rng(0)
+    config = settings()
+    for seed in range(5):
+        outcomes = ["".join(rng.choice(list("pfi"), rng.integers(1, 7))) for _ in range(4)]
+        batch = pack_for(config, make_groups(*outcomes, seed=seed))
+        _, metrics, credit = run(config, batch, Verdicts())
+        kept = [{"p", "f"} <= set(letters) for letters in outcomes]
+        assert credit.kept_G.tolist() == kept
+        rows = set(batch.group_id_N[batch.trajectory_id_BT[batch.trajectory_id_BT < 24]].tolist())
+        assert rows == {g for g, k in enumerate(kept) if k}
+        assert metrics["loss_tokens"] == batch.loss_mask_BT.sum()
+
+
+def test_verdicts_are_asked_for_by_ticket_and_used() -> None:
+    config, verdicts = settings(), Verdicts()
+    batch = pack_for(config, GROUPS)
+    _, metrics, credit = run(config, batch, verdicts)
+    (asked,) = verdicts.asked
+    assert [a.tolist() for a in asked] == [
+        x.tolist() for x in (batch.ticket_N, batch.member_N, batch.ticket_G)
+    ]
+    # Group 0: R = 1 0 1 0 and f = 1, .4 of the passed; λ = 2 / 1.4.
+    np.testing.assert_allclose(credit.advantage_N[:4], [1 / 1.4, -0.5, 0.4 / 1.4, -0.5], rtol=1e-6)
+    assert credit.scale_G[0] == pytest.approx(2 / 1.4)
+    assert metrics["graded_groups"] == metrics["kept_groups"] == 2
+    assert metrics["redistributed_groups"] == 2
+    assert metrics["pass_rate"] == pytest.approx(7 / 15)
+
+
+@pytest.mark.parametrize("case", ["ungraded", "nan"])
+def test_a_group_without_a_usable_verdict_is_binary_grpo(case: str) -> None:
+    verdicts = Verdicts(graded=False) if case == "ungraded" else Verdicts((np.nan,) * 4)
+    config = settings()
+    _, metrics, credit = run(config, pack_for(config, GROUPS), verdicts)
+    np.testing.assert_allclose(credit.advantage_N[:4], [0.5, -0.5, 0.5, -0.5], atol=1e-7)
+    assert metrics["redistributed_groups"] == 0
+    assert metrics["update_applied"] == 1
+
+
+def test_an_external_answer_counts_as_failed() -> None:
+    config, verdicts = settings(), Verdicts()
+    verdicts.external = {(30, 0), (30, 2)}
+    _, metrics, credit = run(config, pack_for(config, GROUPS), verdicts)
+    assert credit.external_N[:4].tolist() == [True, False, True, False]
+    assert credit.kept_G.tolist() == [False, False, True, False]
+    assert not credit.advantage_N[:4].any()
+    assert metrics["loss_tokens"] == sum(sum(t.loss_mask) for t in GROUPS[2].trajectories)
+
+
+def as_sampled(config: Config, groups: list[Group], version: int) -> list[Group]:
+    """The same groups with the log-probs that the initial parameters give."""
+    params = state_for(config, one_device()).params
+    changed = []
+    for group in groups:
+        members = []
+        for t in group.trajectories:
+            logprob, _ = naive_logprobs(config, params, t.tokens, config.rollout.temperature)
+            values = [0.0, *(np.asarray(logprob) * np.float32(t.loss_mask[1:])).tolist()]
+            members.append(dataclasses.replace(t, logprobs=values, version=version))
+        changed.append(dataclasses.replace(group, trajectories=members))
+    return changed
+
+
+def test_on_fresh_data_the_ratio_is_one_and_the_gap_nothing() -> None:
+    config = settings()
+    _, metrics, _ = run(config, pack_for(config, as_sampled(config, GROUPS, version=0)), Verdicts())
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["logprob_gap_max"] < 1e-4
+    assert metrics["clip_fraction"] == 0
+    assert 0 <= metrics["kl"] < 1e-6
+
+
+def test_the_gap_is_measured_on_fresh_tokens_only() -> None:
+    config = settings()
+    stale = [
+        dataclasses.replace(g, trajectories=[dataclasses.replace(t, version=-1) for t in g.trajectories])
+        for g in GROUPS
+    ]
+    _, fresh_metrics, _ = run(config, pack_for(config, GROUPS), Verdicts())
+    _, stale_metrics, _ = run(config, pack_for(config, stale), Verdicts())
+    assert fresh_metrics["logprob_gap_max"] > 0.05
+    assert stale_metrics["logprob_gap_max"] == 0
+    assert stale_metrics["ratio_max"] == pytest.approx(fresh_metrics["ratio_max"])
+
+
+def test_one_program_serves_every_batch_of_a_shape_and_the_state_is_donated() -> None:
+    config, mesh = settings(), one_device()
+    step = make_train_step(config, transformer.abstract(config.model)[0], mesh, Verdicts())
+    first = state = state_for(config, mesh)
+    rates = []
+    for seed in range(3):
+        batch = pack_for(config, make_groups("pf", "ppff", seed=seed))
+        state, metrics, _ = step(state, batch)
+        rates.append(float(metrics["lr"]))
+    assert step._cache_size() == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert int(state.step) == 3
+    assert rates == pytest.approx([1e-3] * 3)
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_numbers() -> None:
+    config = settings(microbatch_rows=3)
+    with pytest.raises(ValueError, match="8 rows in microbatches of 3 over 1 devices"):
+        run(config, pack_for(config, GROUPS), Verdicts())
+
+
+# ---- supervised
+
+
+def supervised_batch(rows: int = 4) -> Rows:
+    pieces = [Piece(n, t.tokens, t.loss_mask) for n, t in enumerate(GROUPS[2].trajectories)]
+    batch = Rows(*(np.zeros((rows, 64), np.int32) for _ in Rows._fields))
+    for b, bundles in enumerate(pack_pieces(pieces, 64)):
+        place(batch, b, bundles)
+    return batch
+
+
+def test_the_supervised_loss_is_the_naive_one_and_falls() -> None:
+    config, mesh = settings(), one_device()
+    optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
+    params = state_for(config, mesh).params
+    state = restart(config.model, optimizer, params, mesh)
+
+    def naive(params: nnx.State) -> jax.Array:
+        total, count = jnp.zeros(()), 0
+        for t in GROUPS[2].trajectories:
+            logprob, _ = naive_logprobs(config, params, t.tokens, 1.0)
+            total -= jnp.sum(logprob * jnp.asarray(t.loss_mask[1:], jnp.float32))
+            count += sum(t.loss_mask)
+        return total / count
+
+    loss, grads = jax.value_and_grad(naive)(params)
+    step = make_sft_step(config, transformer.abstract(config.model)[0], mesh)
+    state, metrics = step(state, supervised_batch())
+    expected = {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
+    }
+    assert floats(metrics)["nll"] == pytest.approx(float(loss), rel=1e-5)
+    assert_close(gradient(jax.device_get(state)), expected, tolerance=2e-5)
+    for _ in range(19):
+        state, metrics = step(state, supervised_batch())
+    assert floats(metrics)["nll"] < 0.8 * float(loss)
+
+
+def test_a_stage_starts_from_copies(tmp_path: object) -> None:
+    """The warm start's parameters survive the donation of the next stage's state."""
+    config, mesh = settings(), one_device()
+    warm = state_for(config, mesh)
+    state = restart(config.model, make_optimizer(config.train.optimizer, 20), warm.params, mesh)
+    step = make_train_step(config, transformer.abstract(config.model)[0], mesh, Verdicts())
+    batch: TrainBatch = pack_for(config, GROUPS)
+    step(state, batch)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(warm))
