@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from envs import seccomp
-from envs.sandbox_io import MARKER, communicate, kill_marked
+from envs.sandbox_io import MARKER, await_end, child_pidfds, communicate, kill_marked
 from envs.sandbox_view import WORK, bubblewrap_argv, interpreter, mounts, namespaces_script
 from gagar_jax.types import UserError
 
@@ -77,6 +78,13 @@ class Completed:
     truncated: bool
     wall_s: float
 
+
+_UNSHARE = (
+    *("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--ipc", "--uts"),
+    *("--fork", "--kill-child=KILL", "--propagation", "private", "sh", "-c"),
+)
+_UNSHARE_OPTIONS = _UNSHARE.index("unshare") + 1
+_END_S = 10.0  # how long a killed pid namespace may take to empty
 
 _slots = itertools.count()
 
@@ -204,8 +212,9 @@ class Sandbox:
         command = [*_limit_argv(limits), *argv]
         scratch = tempfile.mkdtemp(prefix="gagar-tmp-") if self.kind == "none" else None
         cwd: str | Path = "/"
+        info = -1
         with contextlib.ExitStack() as stack:
-            pass_fds: tuple[int, ...] = ()
+            pass_fds: list[int] = []
             if scratch is not None:
                 full_env |= {"HOME": scratch, "TMPDIR": scratch}
                 cwd = work or scratch
@@ -214,26 +223,14 @@ class Sandbox:
                 view, inside = mounts(work, readonly), WORK if work is not None else "/tmp"
             if self.kind == "bubblewrap":
                 filter_fd = stack.enter_context(_seccomp_file())
-                pass_fds = (filter_fd,) if filter_fd >= 0 else ()
-                command = [*bubblewrap_argv(view, full_env, inside, filter_fd), *command]
+                info, info_end = os.pipe()
+                stack.callback(os.close, info_end)
+                pass_fds = [fd for fd in (filter_fd, info_end) if fd >= 0]
+                command = [*bubblewrap_argv(view, full_env, inside, filter_fd, info_end), *command]
             elif self.kind == "namespaces":
-                script = namespaces_script(view, self._root, inside)
-                user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-                command = [
-                    *(
-                        "setpriv",
-                        "--pdeathsig",
-                        "KILL",
-                        "unshare",
-                        *user,
-                        "--mount",
-                        "--pid",
-                        "--net",
-                        "--ipc",
-                    ),
-                    *("--uts", "--fork", "--kill-child=KILL", "--propagation", "private"),
-                    *("sh", "-c", script, "sh", *command),
-                ]
+                command = [*_UNSHARE, namespaces_script(view, self._root, inside), "sh", *command]
+                if os.geteuid() != 0:
+                    command[_UNSHARE_OPTIONS:_UNSHARE_OPTIONS] = ["--user", "--map-root-user"]
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -244,7 +241,7 @@ class Sandbox:
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
-        return Process(popen, token, scratch)
+        return Process(popen, token, scratch, _first_process(info))
 
     def _drop_argv(self, work: Path | None) -> list[str]:
         drop = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all"]
@@ -257,16 +254,20 @@ class Sandbox:
         return [*drop, "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Process:
     """A started confined command."""
 
     popen: subprocess.Popen[bytes]
     token: str  # in the environment of every descendant
     scratch: str | None  # its private TMPDIR, for kind none
+    first: int  # pidfd of the pid namespace's first process, −1 where it is found when it is needed
 
     def kill(self) -> None:
-        """Kills the command and every descendant, reaps it, and closes its pipes."""
+        """Kills the command and every descendant, waits until they are gone, and closes its pipes."""
+        firsts = [self.first] if self.first >= 0 else []
+        if self.popen.returncode is None and self.scratch is None and not firsts:
+            firsts = child_pidfds(self.popen.pid)
         # Ending the outermost process ends the pid namespace. Without one (kind none) the group goes,
         # then whatever left the group and still carries the marker.
         if self.popen.poll() is None:
@@ -277,9 +278,23 @@ class Process:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unsent input of a command that is dead
                     pipe.close()
+        for pidfd in firsts:
+            # The first process of a pid namespace ends last, after every other has been reaped.
+            await_end(pidfd, _END_S)
+        if self.first >= 0:
+            self.first = -1
         if self.scratch is not None:
             kill_marked(self.token)
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _first_process(info: int) -> int:
+    """A pidfd of the process whose number bwrap writes to `info`; −1 if it failed before it had one."""
+    if info < 0:
+        return -1
+    with open(info, "rb") as pipe, contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+        return os.pidfd_open(json.loads(pipe.read())["child-pid"])
+    return -1
 
 
 @contextlib.contextmanager

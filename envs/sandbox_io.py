@@ -19,7 +19,29 @@ MARKER = "GAGAR_SANDBOX_RUN"
 """Environment variable by which the descendants of an unconfined command are found."""
 
 
+def child_pidfds(pid: int) -> list[int]:
+    """A pidfd of each child of a process of ours."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fields = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()
+                if int(fields[1]) == pid:
+                    found.append(os.pidfd_open(int(entry.name)))
+    return found
+
+
+def await_end(pidfd: int, timeout_s: float) -> None:
+    """Waits until the process has ended, and closes the descriptor."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pidfd, selectors.EVENT_READ)
+        if not selector.select(timeout_s):
+            logger.warning("a confined command has not ended %.0f s after it was killed", timeout_s)
+    os.close(pidfd)
+
+
 def kill_marked(token: str) -> None:
+    """Kills every process whose environment holds the marker of an unconfined command."""
     marker = f"{MARKER}={token}".encode()
     for _ in range(100):  # a fork bomb refills while it is being killed
         found = False

@@ -51,14 +51,22 @@ def _system_mounts() -> Iterator[Mount]:
 
 
 def mounts(work: Path | None, readonly: Mapping[str, Path]) -> list[Mount]:
-    mounts = [*_system_mounts(), Mount("tmpfs", "/tmp"), Mount("tmpfs", "/dev/shm")]
-    mounts += [Mount("ro", inside, str(host.resolve(strict=True))) for inside, host in readonly.items()]
+    """The whole view: the system, scratch space, `readonly` (path inside → host path) and `work`."""
+    view = [*_system_mounts(), Mount("tmpfs", "/tmp"), Mount("tmpfs", "/dev/shm")]
+    view += [Mount("ro", inside, str(host.resolve(strict=True))) for inside, host in readonly.items()]
     if work is not None:
-        mounts.append(Mount("rw", WORK, str(work.resolve(strict=True))))
-    return mounts
+        view.append(Mount("rw", WORK, str(work.resolve(strict=True))))
+    return view
 
 
-def bubblewrap_argv(view: Sequence[Mount], env: Mapping[str, str], cwd: str, seccomp_fd: int) -> list[str]:
+def bubblewrap_argv(
+    view: Sequence[Mount], env: Mapping[str, str], cwd: str, seccomp_fd: int, info_fd: int
+) -> list[str]:
+    """bwrap and its options, up to where the command goes.
+
+    `seccomp_fd`: where the filter is read from, −1 for none. `info_fd`: where the first process's
+    number is written.
+    """
     argv = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     argv += [
         "--unshare-cgroup-try",
@@ -85,6 +93,7 @@ def bubblewrap_argv(view: Sequence[Mount], env: Mapping[str, str], cwd: str, sec
         else:
             argv += ["--ro-bind" if mount.kind == "ro" else "--bind", mount.source, mount.inside]
             made.add(mount.inside)
+    argv += ["--info-fd", str(info_fd)]
     if seccomp_fd >= 0:
         argv += ["--seccomp", str(seccomp_fd)]
     return [*argv, "--chdir", cwd, "--"]

@@ -52,6 +52,12 @@ def logging_to(run_dir: Path | None, say: Callable[[str], None]) -> Iterator[Non
         handlers.append(LogFile(run_dir / "log.txt", say))
     level = root.level
     root.setLevel(logging.INFO)
+    # Orbax logs through absl, which writes to the screen by itself, and tells every step of every save.
+    absl, muted = logging.getLogger("absl"), [h for h in root.handlers if type(h).__module__.startswith("absl")]
+    absl_level = absl.level
+    absl.setLevel(logging.WARNING)
+    for handler in muted:
+        root.removeHandler(handler)
     for handler in handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
@@ -60,6 +66,9 @@ def logging_to(run_dir: Path | None, say: Callable[[str], None]) -> Iterator[Non
     finally:
         logging.captureWarnings(False)
         root.setLevel(level)
+        absl.setLevel(absl_level)
+        for handler in muted:
+            root.addHandler(handler)
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()

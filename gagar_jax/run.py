@@ -56,7 +56,10 @@ def changed_settings(old: Config, new: Config) -> list[str]:
         }
 
     before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
-    keys = [key for key in after if key not in FREE and before.get(key) != after[key]]
+    free = FREE
+    if new.train.optimizer.schedule != "constant":
+        free = FREE - {"train.steps"}  # the learning rate of every step depends on where the run ends
+    keys = [key for key in after if key not in free and before.get(key) != after[key]]
     return [f"{key}: {before.get(key)} → {after[key]}" for key in keys]
 
 

@@ -72,7 +72,9 @@ def group_advantages(
         # Step 2: copied answers fail.
         r = [0.0 if external[i] else float(reward[i]) for i in members]
         p = [bool(passed[i]) and not external[i] for i in members]
-        one = advantages_of_group(r, p, [float(quality[i]) for i in members], bool(graded[g]), mode, lambda_max)
+        one = advantages_of_group(
+            r, p, [float(quality[i]) for i in members], bool(graded[g]), mode, lambda_max
+        )
         for i, a in zip(members, one["advantage"], strict=True):
             out["advantage"][i] = a
             out["trained"][i] = one["kept"]
@@ -123,7 +125,9 @@ def gopo(reward: list[float]) -> list[float]:
     return out
 
 
-def papo(reward: list[float], passed: list[bool], process: list[float], *, epsilon: float = 1e-6) -> list[float]:
+def papo(
+    reward: list[float], passed: list[bool], process: list[float], *, epsilon: float = 1e-6
+) -> list[float]:
     outcome = grpo(reward, epsilon=epsilon)
     correct = [p for p, ok in zip(process, passed, strict=True) if ok]
     if not correct:
@@ -171,9 +175,13 @@ def length_penalty(
     return out
 
 
-def segment_penalty(advantage: list[float], malformed: list[bool], weight: list[float], *, kappa: float) -> list[float]:
+def segment_penalty(
+    advantage: list[float], malformed: list[bool], weight: list[float], *, kappa: float
+) -> list[float]:
     """Malformed: positive → 0, negative × κ; then each sign is rescaled to the total it had."""
-    out = [a if not bad else (0.0 if a > 0 else kappa * a) for a, bad in zip(advantage, malformed, strict=True)]
+    out = [
+        a if not bad else (0.0 if a > 0 else kappa * a) for a, bad in zip(advantage, malformed, strict=True)
+    ]
     for sign in (1, -1):
         before = math.fsum(w * a for a, w in zip(advantage, weight, strict=True) if a * sign > 0)
         after = math.fsum(w * b for b, w in zip(out, weight, strict=True) if b * sign > 0)

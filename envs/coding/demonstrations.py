@@ -18,6 +18,7 @@ from typing import Any
 
 from envs.coding import tools
 from envs.coding.env import CodeRepairEnv
+from envs.coding.shared import function_window
 from envs.coding.tasks import PackageTree, TaskError, test_name
 from gagar_jax.types import Demonstration, parse_python
 
@@ -60,17 +61,16 @@ class Problem:
 
     def __init__(self, task: dict[str, Any], package: PackageTree):
         self.task = task
-        self.text = package.broken(task).decode("utf-8")
-        fixed = package.files[task["path"]].decode("utf-8")
-        self.first, last = _located(self.text, task)
-        fixed_first, fixed_last = _located(fixed, task)
-        self.broken = _window(self.text, self.first, last)
-        self.fixed = _window(fixed, fixed_first, fixed_last)
-        self.around = tools.split_lines(fixed)[: fixed_first - 1], tools.split_lines(fixed)[fixed_last:]
+        broken, fixed = (data.decode("utf-8") for data in (package.broken(task), package.files[task["path"]]))
+        window = function_window(task, package)
+        self.broken = _lines(broken, window.first, window.last)
+        self.fixed = _lines(fixed, window.first, window.last + fixed.count("\n") - broken.count("\n"))
         function = (
             parse_python("if 1:\n" + "\n".join(self.fixed)).body[0] if self.fixed[0][:1].isspace() else None
         )
-        tree = function.body[0] if isinstance(function, ast.If) else parse_python("\n".join(self.fixed)).body[0]
+        tree = (
+            function.body[0] if isinstance(function, ast.If) else parse_python("\n".join(self.fixed)).body[0]
+        )
         assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
         offset = 2 if isinstance(function, ast.If) else 1
         documented = ast.get_docstring(tree) is not None and len(tree.body) > 1
@@ -91,9 +91,7 @@ class Problem:
         near = min(at, len(self.fixed) - 1)
         indent = self.fixed[near][: len(self.fixed[near]) - len(self.fixed[near].lstrip())]
         lines = [*self.fixed[:at], *(indent + part for part in text.split("\n")), *self.fixed[at:]]
-        before, after = self.around
-        whole = "".join([*before, *(f"{line}\n" for line in lines), *after])
-        return lines if tools.syntax_error(whole) is None else None
+        return lines if tools.parses("".join(f"{line}\n" for line in lines)) else None
 
     def with_statement(self, rng: random.Random, text: str) -> list[str]:
         """As `with_line`, near the fix if that parses, else at the start of the body."""
@@ -120,14 +118,7 @@ def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _located(text: str, task: dict[str, Any]) -> tuple[int, int]:
-    found = tools.locate(text, task["qualname"])
-    if found is None:
-        raise TaskError(f"{task['instance_id']}: {task['path']} has no function {task['qualname']}")
-    return found
-
-
-def _window(text: str, first: int, last: int) -> list[str]:
+def _lines(text: str, first: int, last: int) -> list[str]:
     return [line.rstrip("\r\n") for line in tools.split_lines(text)[first - 1 : last]]
 
 

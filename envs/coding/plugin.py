@@ -40,7 +40,7 @@ class CodeRepair:
         for record in records:
             if record["split"] == "train":
                 problem = Problem(record, packages[record["package"]])
-                yield make_prompt(record, problem.text, "function", 10_000).text
+                yield make_prompt(record, packages[record["package"]], "function", 10_000).text
                 yield from problem.changes(problem.fixed)
                 yield "\n".join(
                     ["test", f"all {len(record['PASS_TO_PASS']) + 1} tests pass", "ok", "submit", "view"]

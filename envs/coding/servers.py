@@ -20,6 +20,7 @@ from typing import Any
 
 from envs import sandbox
 from envs.coding import pristine
+from envs.coding.facts_store import FactsStore
 from envs.sandbox import Limits, Sandbox
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,10 @@ class Pool:
     The least recently used idle server is ended when a new one would exceed `live`.
     """
 
-    def __init__(self, box: Sandbox, staging: Path, *, servers: int, live: int = 12) -> None:
-        self._box, self._staging = box, staging
+    def __init__(
+        self, box: Sandbox, staging: Path, *, servers: int, store: FactsStore, live: int = 12
+    ) -> None:
+        self._box, self._staging, self._store = box, staging, store
         self._live = max(live, servers)
         self._slots = threading.Semaphore(servers)
         self._lock = threading.Lock()
@@ -241,8 +244,9 @@ class Pool:
         except OSError as error:  # the machine's state, which may pass: not counted as an attempt
             raise ServerUnavailable(f"package {package.name}: {error}") from error
         known = self._facts.get(package.name)
+        facts = known.raw if known else self._store.load(package)
         try:
-            start = {"facts": known.raw if known else None, "start_s": _START_S}
+            start = {"facts": facts, "start_s": _START_S}
             runner.send(settings(self._box, package, runner) | start)
             reply = runner.receive(_START_S)
         except RunnerDied as died:
@@ -255,6 +259,8 @@ class Pool:
             failures.append(f"package {package.name}: {reply['why']}")
             logger.error("package %s: its warm server did not start: %s", package.name, reply["why"])
             raise ServerUnavailable(failures[-1])
+        if facts is None:
+            self._store.save(package, reply["facts"])
         with self._lock:
             failures.clear()
             self.starts += 1

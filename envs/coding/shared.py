@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.coding import tools
-from envs.coding.tasks import TaskError, load_tasks
+from envs.coding.tasks import PackageTree, TaskError, load_tasks
 from envs.coding.tools import Editor, Window
 from envs.coding.verification import Verifier
 from envs.coding.workspace import Template, Templates
@@ -73,27 +73,39 @@ class Shared:
         """The prompt of a task, the same for every member of a group."""
         key = (task["instance_id"], locate, observation_chars)
         if key not in self.prompts:
-            text = template.files[task["path"]].decode("utf-8")
-            self.prompts[key] = make_prompt(task, text, locate, observation_chars)
+            self.prompts[key] = make_prompt(task, template.package, locate, observation_chars)
         return self.prompts[key]
 
 
-def make_prompt(task: dict[str, Any], broken: str, locate: str, observation_chars: int) -> Prompt:
+def make_prompt(task: dict[str, Any], package: PackageTree, locate: str, observation_chars: int) -> Prompt:
     """What an agent is told first.
 
     Args:
-      broken: the text of the task's file, with the bug.
+      package: the pristine tree of the task's package.
       locate: "none", "file", "function" or "line": how much of the fault's place is given away.
       observation_chars: the window is cut in the middle beyond this.
     """
     statement = task["problem_statement"]
     if locate in ("none", "file"):
         return Prompt(statement + _SUFFIX[locate].format(path=task["path"]), None)
-    found = tools.locate(broken, task["qualname"])
-    assert found is not None, f"{task['instance_id']}: {task['path']} has no {task['qualname']}"
-    window = Window(task["path"], *found, task["qualname"])
+    window = function_window(task, package)
     hint = _SUFFIX[locate].format(line=task["line"] - window.first + 1)
-    return Prompt(statement + hint + tools.cut(tools.describe(window, broken), observation_chars), window)
+    shown = tools.describe(window, package.broken(task).decode("utf-8"))
+    return Prompt(statement + hint + tools.cut(shown, observation_chars), window)
+
+
+def function_window(task: dict[str, Any], package: PackageTree) -> Window:
+    """The window on the task's function in the broken file; a bug adds or removes lines only inside of it.
+
+    Raises:
+      TaskError: the file has no such function.
+    """
+    pristine = package.files[task["path"]]
+    found = tools.locate(pristine.decode("utf-8"), task["qualname"])
+    if found is None:
+        raise TaskError(f"{task['instance_id']}: {task['path']} has no function {task['qualname']}")
+    delta = package.broken(task).count(b"\n") - pristine.count(b"\n")
+    return Window(task["path"], found[0], found[1] + delta, task["qualname"], definition=True)
 
 
 def acquire(tasks_dir: Path, confinement: str, *, servers: int = 2) -> tuple[Shared, functools.partial[None]]:

@@ -138,6 +138,7 @@ class Window:
     first: int
     last: int
     title: str
+    definition: bool = False  # whether the lines are one whole function or class of a file that parses
 
 
 class Editor:
@@ -159,15 +160,18 @@ class Editor:
 
     def view(self, name: str) -> str:
         """Opens the window on a function or class by name, qualified or not; the current file comes first."""
-        here = [self.window.path] if self.window else []
+        window = self.window
+        if window and window.definition and window.title == name:  # it is open, and edits kept it up to date
+            return self.show()
+        here = [window.path] if window else []
         leaf = name.split(".")[-1]
         definition = re.compile(
             rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{re.escape(leaf)}\b", re.MULTILINE
         )
         for path in dict.fromkeys([*here, *self.paths]):
-            text = self.workspace.read(path)
-            if text and definition.search(text) and (found := locate(text, name)):
-                self.window = Window(path, *found, name)
+            text = self._text(path)
+            if definition.search(text) and (found := locate(text, name)):
+                self.window = Window(path, *found, name, definition=_parse(text) is not None)
                 return self.show()
         return f"no function or class {name}"
 
@@ -186,6 +190,13 @@ class Editor:
         self.window = Window(path, first, last, f"{first}-{last}")
         return self.show()
 
+    def _text(self, path: str) -> str:
+        """A file's text; "" where it has none, which no name and no search is found in."""
+        try:
+            return self.workspace.read(path) or ""
+        except WorkspacePathError:
+            return ""
+
     def show(self) -> str:
         """The window: its file and name, then `N|code` a line, a docstring folded to its first line."""
         window = self.window
@@ -197,8 +208,8 @@ class Editor:
         """Lines that contain a text: how many, and the first few."""
         hits = []
         for path in self.paths:
-            text = self.workspace.read(path)
-            if text and wanted in text:
+            text = self._text(path)
+            if wanted in text:
                 lines = split_lines(text)
                 hits += [
                     f"{path}:{n}: {line.strip()[:_HIT_CHARS]}"
@@ -238,13 +249,29 @@ class Editor:
         self.workspace.write(window.path, edited)
         delta = len(new) - (stop - start)
         window.last += delta
-        error = syntax_error(edited) if window.path.endswith(".py") else None
+        error = self._syntax_error(window, lines, edited)
         said = f"ok, {size + delta} lines" if delta else "ok"
         if error:
             place = error.lineno - window.first + 1 if error.lineno else 0
             where = f" at {place}" if 1 <= place <= size + delta else ""
             return self.cut(f"{said}; syntax error{where}: {error.msg}")
         return said
+
+    def _syntax_error(self, window: Window, before: list[str], edited: str) -> SyntaxError | None:
+        """What is wrong with the edited file.
+
+        A window that is a definition is parsed alone first: what parses by itself, at the indent that was
+        there, parses in its file.
+        """
+        if not window.path.endswith(".py"):
+            return None
+        now = split_lines(edited)[window.first - 1 : window.last]
+        kept_indent = now and _indent(now[0]) == _indent(before[window.first - 1])
+        if window.definition and kept_indent and _parse_lines("".join(now)) is not None:
+            return None
+        error = syntax_error(edited)
+        window.definition = window.definition and error is None
+        return error
 
     def cut(self, text: str) -> str:
         """`cut` at this editor's limit."""
@@ -285,27 +312,50 @@ def split_lines(text: str) -> list[str]:
 def render(text: str, first: int, last: int) -> str:
     """Lines first..last as `N|code` a line, N from 1; a docstring inside is one line, `N|    \"\"\"...`."""
     lines = split_lines(text)
-    folds = _docstrings(text)
+    folds = _docstrings(text, first, last)
     shown, number = [], first
     while number <= min(last, len(lines)):
         line = lines[number - 1].rstrip("\r\n")
         fold = folds.get(number)
         if fold and fold <= last:
-            line = line[: len(line) - len(line.lstrip())] + '"""...'
+            line = _indent(line) + '"""...'
         shown.append(f"{number - first + 1}|{line}")
         number = (fold if fold and fold <= last else number) + 1
     return "\n".join(shown)
 
 
-@functools.lru_cache(maxsize=128)
-def _docstrings(text: str) -> dict[int, int]:
-    """First line -> last line of every docstring; none where the text does not parse."""
+def _docstrings(text: str, first: int, last: int) -> dict[int, int]:
+    """First line -> last line of every docstring in a window; none where neither it nor the file parses."""
+    lines = split_lines(text)[first - 1 : last]
+    tree, shift = _parse_lines("".join(lines)), first - 1
+    if tree is None:
+        tree, shift = _parse(text), 0
+    elif lines[0][:1].isspace():
+        shift -= 1
+    found = (docstring_lines(node) for node in ast.walk(tree)) if tree else ()
+    return {span[0] + shift: span[1] + shift for span in found if span}
+
+
+def _indent(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _parse_lines(text: str) -> ast.Module | None:
+    """A piece of a file as a tree; an indented piece stands in an `if` on a line before it."""
+    return _parse(f"if 1:\n{text}" if text[:1].isspace() else text) if text.strip() else None
+
+
+def parses(lines: str) -> bool:
+    """Whether whole lines of a file, at whatever indent, parse by themselves."""
+    return _parse_lines(lines) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(text: str) -> ast.Module | None:
     try:
-        tree = parse_python(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError):
-        return {}
-    found = (docstring_lines(node) for node in ast.walk(tree))
-    return {lines[0]: lines[1] for lines in found if lines}
+        return None
 
 
 @functools.lru_cache(maxsize=128)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from envs.coding.facts_store import FactsStore
 from envs.coding.pristine import Changes, ImpossibleChange, Pristine, copy_pytest, copy_runner, digest
 from envs.coding.report import NeedsCold, Run, RunPath, TestReport
 from envs.coding.servers import Pool, Runner, RunnerDied, ServerUnavailable, settings
@@ -75,7 +76,8 @@ class Verifier:
         self._work = staging / "work"
         self._work.mkdir()
         self._staging = staging
-        self._pool = Pool(self._box, staging, servers=servers)
+        store = FactsStore(self._packages_dir.parent / "facts")
+        self._pool = Pool(self._box, staging, servers=servers, store=store)
         self._packages: dict[str, Pristine] = {}
         self._reports, self._judgements = SingleFlight(4096), SingleFlight(16384)
         self._lock = threading.Lock()
@@ -245,6 +247,7 @@ class Verifier:
                 if not facts.passing.issuperset(tests or ()):
                     raise NeedsCold("a test that does not pass warm on the correct sources")
                 with self._pool.slot(), self._pool.server(source) as server:
+                    started = time.monotonic()  # waiting for a server is not the run's time
                     server.send(run.request() | {"changed": texts, "guarded": guarded})
                     reply = server.receive(self._timeout_s)
                     if not reply["clean"]:
@@ -263,6 +266,7 @@ class Verifier:
         run = Run(tests, self._timeout_s, source.test_files())
         try:
             with self._pool.slot(), tempfile.TemporaryDirectory(dir=self._work) as folder:
+                started = time.monotonic()
                 tree = Path(folder, "tree")
                 canary_file, text = run.canary_file()
                 source.write(tree, {**kept, canary_file: text})

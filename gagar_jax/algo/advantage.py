@@ -6,7 +6,7 @@ Ours, beyond the paper:
 - a reward that is not finite is no reward: its trajectory counts as invalid;
 - a coefficient of a passed trajectory outside (0, 1] voids its group's verdict: the group is ungraded;
 - positive advantages that sum to less than 1e-18 are a zero denominator;
-- binary rewards take one pass over the rows instead of two (Eq. 4: the second pass's sums follow from the first's).
+- binary rewards take one pass over the rows instead of two (Eq. 4: its sums follow from the first's).
 """
 
 from __future__ import annotations
@@ -117,7 +117,11 @@ def group_advantages(
     graded_G = jnp.asarray(graded_G).astype(bool)
     chex.assert_shape(graded_G, (num_groups,))
     reward_N, passed_N, quality_N, group_id_N, valid_N, external_N = arrays
-    reward_N, quality_N, group_id_N = reward_N.astype(jnp.float32), quality_N.astype(jnp.float32), group_id_N.astype(jnp.int32)
+    reward_N, quality_N, group_id_N = (
+        reward_N.astype(jnp.float32),
+        quality_N.astype(jnp.float32),
+        group_id_N.astype(jnp.int32),
+    )
     passed_N, valid_N, external_N = passed_N.astype(bool), valid_N.astype(bool), external_N.astype(bool)
 
     # Steps 1 and 2: invalid rows leave, external rows fail with reward 0.
@@ -180,7 +184,9 @@ def _one_pass(rows: _Rows, num_groups: int) -> _Sums:
     return _Sums(size_G, passes_G, mean_G, passes_G * (1.0 - mean_G), credit_G, loss_G=zero_G, error_G=zero_G)
 
 
-def _redistribution(sums: _Sums, graded_G: jax.Array, cap: jax.Array, mode: Mode) -> tuple[jax.Array, GroupAdvantages]:
+def _redistribution(
+    sums: _Sums, graded_G: jax.Array, cap: jax.Array, mode: Mode
+) -> tuple[jax.Array, GroupAdvantages]:
     """Steps 4 to 6 for every group.
 
     Returns:

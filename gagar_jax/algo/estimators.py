@@ -44,10 +44,18 @@ class _Batch(NamedTuple):
 
 
 def _prepare(
-    reward_N: jax.Array, passed_N: jax.Array, group_id_N: jax.Array, valid_N: jax.Array, external_N: jax.Array, *,
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    *,
     num_groups: int,
-) -> _Batch:  # fmt: skip
-    reward_N, group_id_N = jnp.asarray(reward_N).astype(jnp.float32), jnp.asarray(group_id_N).astype(jnp.int32)
+) -> _Batch:
+    reward_N, group_id_N = (
+        jnp.asarray(reward_N).astype(jnp.float32),
+        jnp.asarray(group_id_N).astype(jnp.int32),
+    )
     passed_N, valid_N, external_N = (jnp.asarray(x).astype(bool) for x in (passed_N, valid_N, external_N))
     valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
     scored_N = valid_N & ~external_N
@@ -58,7 +66,13 @@ def _prepare(
 
     size_G = sums(valid_N)
     return _Batch(
-        reward_N, passed_N, valid_N, group_id_N, size_G, sums(reward_N) / jnp.maximum(size_G, 1.0), sums(passed_N)
+        reward_N,
+        passed_N,
+        valid_N,
+        group_id_N,
+        size_G,
+        sums(reward_N) / jnp.maximum(size_G, 1.0),
+        sums(passed_N),
     )
 
 
@@ -79,7 +93,7 @@ def _result(batch: _Batch, advantage_N: jax.Array) -> GroupAdvantages:
 def _standardised(
     batch: _Batch, value_N: jax.Array, among_N: jax.Array, *, ddof: int, epsilon: float
 ) -> jax.Array:
-    """(x − mean) / (std + ε) over the rows of a group that `among_N` selects; 0 elsewhere and for groups ≤ ddof."""
+    """(x − mean) / (std + ε) over the rows of a group in `among_N`; 0 elsewhere and where they are ≤ ddof."""
     among = among_N.astype(jnp.float32)
     count_G = batch.sums(among)
     mean_G = batch.sums(jnp.where(among_N, value_N, 0.0)) / jnp.maximum(count_G, 1.0)
@@ -99,7 +113,17 @@ def grpo(
     return _result(batch, _standardised(batch, batch.reward_N, batch.valid_N, ddof=ddof, epsilon=epsilon))
 
 
-def trl(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
+def trl(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
     """TRL 1.16, `scale_rewards="group"`: divisor n − 1, ε = 1e-4, a group of one gets 0."""
     return grpo(
         reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G,
@@ -107,28 +131,68 @@ def trl(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G
     )  # fmt: skip
 
 
-def verl(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
-    """verl 0.9.1, `grpo` and `grpo_vectorized`: divisor n − 1, ε = 1e-6, a group of one keeps its raw reward."""
+def verl(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
+    """verl 0.9.1, `grpo` and `grpo_vectorized`: divisor n − 1, ε = 1e-6; a group of one keeps its reward."""
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     several_N = _standardised(batch, batch.reward_N, batch.valid_N, ddof=1, epsilon=1e-6)
     return _result(batch, jnp.where(batch.rows(batch.size_G) == 1, batch.reward_N / (1.0 + 1e-6), several_N))
 
 
-def dr_grpo(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
+def dr_grpo(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
     """R − R̄. Source: arXiv 2503.20783."""
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     return _result(batch, batch.centred())
 
 
-def rloo(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
-    """R_i − mean of the others' rewards = n/(n − 1) (R_i − R̄); a group of one gets 0. Source: arXiv 2402.14740."""
+def rloo(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
+    """R_i − mean of the others = n/(n − 1) (R_i − R̄); a group of one gets 0. Source: arXiv 2402.14740."""
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     factor_G = batch.size_G / jnp.maximum(batch.size_G - 1.0, 1.0)
     return _result(batch, batch.rows(factor_G) * batch.centred())
 
 
-def gopo(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
-    """Rank inside the group, spread evenly over [−2, 2]; ties share the middle of their places; one member gets 0."""
+def gopo(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
+    """Rank in the group, spread evenly over [−2, 2]; ties share the middle of their places; one member: 0."""
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     rows = batch.reward_N.shape[0]
     group_N = jnp.where(batch.valid_N, batch.group_id_N, num_groups)
@@ -136,10 +200,14 @@ def gopo(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_
     group_sorted, reward_sorted = group_N[order_N], batch.reward_N[order_N]
     place_N = jnp.arange(rows, dtype=jnp.int32)
     new_group_N = jnp.concatenate((jnp.ones(1, bool), group_sorted[1:] != group_sorted[:-1]))[:rows]
-    new_tie_N = new_group_N | jnp.concatenate((jnp.ones(1, bool), reward_sorted[1:] != reward_sorted[:-1]))[:rows]
+    new_tie_N = (
+        new_group_N | jnp.concatenate((jnp.ones(1, bool), reward_sorted[1:] != reward_sorted[:-1]))[:rows]
+    )
     start_N = jax.lax.cummax(jnp.where(new_group_N, place_N, 0))
     tie_N = jnp.cumsum(new_tie_N, dtype=jnp.int32) - 1
-    first_T = group_sums((place_N * new_tie_N).astype(jnp.float32), tie_N, num_groups=max(rows, 1))
+    first_T = group_sums(
+        (place_N * new_tie_N.astype(jnp.int32)).astype(jnp.float32), tie_N, num_groups=max(rows, 1)
+    )
     length_T = group_sums(jnp.ones_like(reward_sorted), tie_N, num_groups=max(rows, 1))
     rank_sorted = (first_T + (length_T - 1.0) / 2.0)[tie_N] - start_N.astype(jnp.float32)
     rank_N = jnp.zeros_like(batch.reward_N).at[order_N].set(rank_sorted)
@@ -149,9 +217,21 @@ def gopo(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_
 
 
 def papo(
-    reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int, epsilon: float = 1e-6
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+    epsilon: float = 1e-6,
 ) -> GroupAdvantages:
-    """A_out + (p − mean_C p) / std_C p on the correct set C of graded groups, p = `quality_N`; A_out as in `grpo`."""
+    """A_out + (p − mean_C p) / std_C p on the correct set C of graded groups.
+
+    p is `quality_N`, A_out is `grpo`.
+    """
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     outcome_N = _standardised(batch, batch.reward_N, batch.valid_N, ddof=0, epsilon=epsilon)
     quality_N = jnp.asarray(quality_N).astype(jnp.float32)
@@ -161,11 +241,21 @@ def papo(
     return _result(batch, outcome_N + _standardised(batch, quality_N, correct_N, ddof=0, epsilon=epsilon))
 
 
-def edas(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *, num_groups: int) -> GroupAdvantages:
-    """Diversity shaping of failures: a failed row's R − R̄ is weighted by 2 − d, then the failures' total is restored.
+def edas(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+) -> GroupAdvantages:
+    """Diversity shaping of failures: R − R̄ weighted by 2 − d, then rescaled to the failures' total.
 
-    d in [0, 1], read from `quality_N` on failed rows of graded groups, is how unlike the group's other failures
-    a failure is; the usual ones are blamed up to twice as much as the unusual.
+    d in [0, 1], read from `quality_N` on failed rows of graded groups, is how unlike the group's other
+    failures a failure is; the usual ones are blamed up to twice as much as the unusual.
     """
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     centred_N = batch.centred()
@@ -179,6 +269,13 @@ def edas(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_
 
 
 ESTIMATORS: dict[str, Callable[..., GroupAdvantages]] = {
-    "grpo": grpo, "trl": trl, "verl": verl, "dr_grpo": dr_grpo, "rloo": rloo, "gopo": gopo, "papo": papo, "edas": edas,
-}  # fmt: skip
+    "grpo": grpo,
+    "trl": trl,
+    "verl": verl,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "gopo": gopo,
+    "papo": papo,
+    "edas": edas,
+}
 """Every estimator here by the name the comparison uses."""

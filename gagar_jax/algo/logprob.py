@@ -35,7 +35,7 @@ def token_logprobs(
     Returns:
       (logprob_BT, entropy_BT), float32, in nats.
     """
-    rows, length, width = hidden_BTD.shape
+    rows, length = hidden_BTD.shape[:2]
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     block = min(rows, chunk_tokens)

@@ -22,7 +22,7 @@ _LOG_RATIO_LIMIT = 20.0  # e²⁰ ≈ 5e8: a ratio beyond it is already absurd, 
 
 
 class LossSums(NamedTuple):
-    """Σ over tokens of weight · quantity. Divide by `weight` once, globally. `ratio_max` merges by maximum."""
+    """Σ over tokens of weight · quantity; divide by `weight` once, globally. `ratio_max` is a maximum."""
 
     loss: jax.Array
     weight: jax.Array
@@ -159,7 +159,9 @@ def truncated_policy_loss(
     Arguments as for `policy_loss`. Source: IMPALA, arXiv 1802.01561 (ρ̄); per token as in CISPO,
     arXiv 2506.13585.
     """
-    weight, log_ratio, advantage, logprob = _prepare(logprob_BT, behaviour_logprob_BT, advantage_BT, weight_BT)
+    weight, log_ratio, advantage, logprob = _prepare(
+        logprob_BT, behaviour_logprob_BT, advantage_BT, weight_BT
+    )
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     loss = -jnp.minimum(ratio, ratio_cap) * advantage * logprob
     return _sums(loss, ratio > ratio_cap, log_ratio, weight, entropy_BT)
@@ -177,9 +179,11 @@ def masked_policy_loss(
 ) -> LossSums:
     """The industrial recipe: l = −sg[r] M A log π, with M = 0 where r is outside [ratio_low, ratio_high].
 
-    Masked tokens stay in the denominator. Arguments as for `policy_loss`. Source: MiMo-V2.6, arXiv 2610.11959.
+    Masked tokens stay in the denominator. Arguments as for `policy_loss`. Source: arXiv 2610.11959.
     """
-    weight, log_ratio, advantage, logprob = _prepare(logprob_BT, behaviour_logprob_BT, advantage_BT, weight_BT)
+    weight, log_ratio, advantage, logprob = _prepare(
+        logprob_BT, behaviour_logprob_BT, advantage_BT, weight_BT
+    )
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     outside = (ratio < ratio_low) | (ratio > ratio_high)
     loss = jnp.where(outside, 0.0, -ratio * advantage * logprob)
@@ -189,7 +193,7 @@ def masked_policy_loss(
 def _prepare(
     logprob_BT: jax.Array, behaviour_logprob_BT: jax.Array, advantage_BT: jax.Array, weight_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(weight, log ratio, advantage, log π), float32, with tokens of weight 0 replaced before any arithmetic."""
+    """(weight, log ratio, advantage, log π) in float32; what weighs 0 is replaced before any arithmetic."""
     chex.assert_equal_shape((logprob_BT, behaviour_logprob_BT, advantage_BT, weight_BT))
     weight = jax.lax.stop_gradient(weight_BT.astype(jnp.float32))
     live = weight > 0

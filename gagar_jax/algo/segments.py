@@ -88,7 +88,8 @@ def to_rows(table_GC: jax.Array, group_id_N: jax.Array) -> tuple[jax.Array, ...]
     columns = table_GC.shape[1]
     flat = table_GC.reshape(-1)
     return tuple(
-        flat.at[group_id_N * columns + c].get(mode="clip", wrap_negative_indices=False) for c in range(columns)
+        flat.at[group_id_N * columns + c].get(mode="clip", wrap_negative_indices=False)
+        for c in range(columns)
     )
 
 

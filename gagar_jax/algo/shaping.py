@@ -28,7 +28,7 @@ def length_penalty(
     quantile: float = 0.3,
     min_pass_rate: float = 0.5,
 ) -> jax.Array:
-    """R − 1[passed] · X · clip((ℓ/ℓ* − 1 − δ)/(s − δ), 0, 1)^γ, in groups that pass more often than `min_pass_rate`.
+    """R − 1[passed] · X · clip((ℓ/ℓ* − 1 − δ)/(s − δ), 0, 1)^γ, in groups with a high enough pass rate.
 
     ℓ* is a quantile (linear interpolation) of the lengths of the group's passed members.
 
@@ -96,9 +96,10 @@ def segment_penalty(
 ) -> jax.Array:
     """Penalises malformed segments and gives both signs back the totals they had.
 
-    On malformed elements a positive advantage becomes 0 and a negative one is multiplied by κ; then the positive
-    ones are rescaled together, and so are the negative ones, until Σ w·A over each sign is what it was. A sign
-    with nothing left to rescale (all its elements malformed and positive) keeps 0.
+    On malformed elements a positive advantage becomes 0 and a negative one is multiplied by κ; then the
+    positive ones are rescaled together, and so are the negative ones, until Σ w·A over each sign is what it
+    was. A sign with nothing left to rescale (all its elements malformed and positive) keeps 0. The totals
+    are those of the arrays given: shape the whole batch before splitting it.
 
     Args:
       advantage: float32, any shape: one per token (or per segment).

@@ -138,6 +138,9 @@ class Collector:
                 add(old)
                 reused += 1
 
+        if reused:
+            log.info("%s: %d of %d trajectories were already there", journal.path, reused, total)
+
         def keep(finished: Finished) -> None:
             journal.append(finished)
             add(finished)

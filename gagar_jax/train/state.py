@@ -27,10 +27,11 @@ class TrainState(NamedTuple):
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """Updates applied → learning rate: linear warm-up from lr / warmup_steps, then constant or cosine."""
-    warmup = min(config.warmup_steps, total_steps)
+    warmup = config.warmup_steps
     if config.schedule == "constant":
         after = optax.constant_schedule(config.lr)
     else:
+        warmup = min(warmup, total_steps)
         after = optax.cosine_decay_schedule(
             config.lr, max(total_steps - warmup, 1), alpha=config.final_lr_ratio
         )

@@ -331,13 +331,17 @@ def _update(
         applied = (weight > 0) & jnp.isfinite(grad_norm)
 
         def apply() -> tuple[nnx.State, optax.OptState]:
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            return optax.apply_updates(state.params, updates), opt_state
+            # optax promotes counters (int32) and scalars to float32 implicitly; everything of ours does not.
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+                return optax.apply_updates(state.params, updates), opt_state
 
         params, opt_state = jax.lax.cond(applied, apply, lambda: (state.params, state.opt_state))
+    with jax.numpy_dtype_promotion("standard"):
+        rate = jnp.asarray(schedule(updates_applied(state.opt_state)), jnp.float32)
     metrics = {
         "grad_norm": grad_norm,
-        "lr": jnp.asarray(schedule(updates_applied(state.opt_state)), jnp.float32),
+        "lr": rate,
         "update_applied": applied.astype(jnp.float32),
     }
     return TrainState(params, opt_state, state.step + 1), metrics

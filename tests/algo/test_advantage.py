@@ -16,11 +16,9 @@ from gagar_jax.algo.advantage import GroupAdvantages, group_advantages
 from tests import reference
 from tests.algo.batches import Batch, one_group, random_batch
 
-hypothesis.settings.register_profile("arithmetic", deadline=None)  # the first example compiles
-hypothesis.settings.load_profile("arithmetic")
-
 MODES = ("none", "downweight", "sum_preserving")
 ROWS, GROUPS = 24, 4
+unhurried = hypothesis.settings(deadline=None)  # the first example compiles
 
 
 @functools.cache
@@ -60,7 +58,9 @@ def assert_agrees(ours: GroupAdvantages, oracle: dict, tolerance: float = 1e-6) 
 )
 def test_largest_advantage_of_the_production_log(quality, passes, largest):
     passed = len(quality)
-    batch = one_group([1] * passed + [0] * (16 - passed), [1] * passed + [0] * (16 - passed), quality + [1] * (16 - passed))
+    batch = one_group(
+        [1] * passed + [0] * (16 - passed), [1] * passed + [0] * (16 - passed), quality + [1] * (16 - passed)
+    )
     assert float(run(batch).advantage_N.max()) == pytest.approx(largest, abs=1e-5)
 
 
@@ -86,7 +86,9 @@ def test_golden_shaped_group():
 # The oracle.
 
 
-@pytest.mark.parametrize(("mode", "batches"), [("sum_preserving", 10_000), ("downweight", 1_000), ("none", 1_000)])
+@pytest.mark.parametrize(
+    ("mode", "batches"), [("sum_preserving", 10_000), ("downweight", 1_000), ("none", 1_000)]
+)
 def test_oracle_agreement(mode, batches):
     rng = np.random.default_rng(7)
     made = [random_batch(rng, rows=ROWS, groups=GROUPS, binary=bool(i % 2)) for i in range(batches)]
@@ -140,12 +142,14 @@ def per_group(values: np.ndarray, batch: Batch, where: np.ndarray) -> np.ndarray
     return np.bincount(batch.group_id[inside], values[inside].astype(np.float64), minlength=GROUPS)
 
 
+@unhurried
 @hypothesis.given(batch=batches())
 def test_sum_preserving_sums_to_zero(batch):
     out = run(batch)
     np.testing.assert_allclose(per_group(out.advantage_N, batch, batch.valid), 0, atol=3e-6)
 
 
+@unhurried
 @hypothesis.given(batch=batches(binary=True))
 def test_below_the_cap_credit_is_kept_and_shared_by_quality(batch):
     out, plain = run(batch), run(batch, "none")
@@ -155,19 +159,23 @@ def test_below_the_cap_credit_is_kept_and_shared_by_quality(batch):
     total, before = (per_group(o.advantage_N, batch, passed) for o in (out, plain))
     np.testing.assert_allclose(total[below], before[below], atol=3e-6)
     rows_below = out.trained_N & below[np.clip(batch.group_id, 0, GROUPS - 1)]
-    np.testing.assert_allclose(out.advantage_N[failed & rows_below], plain.advantage_N[failed & rows_below], atol=2e-6)
+    np.testing.assert_allclose(
+        out.advantage_N[failed & rows_below], plain.advantage_N[failed & rows_below], atol=2e-6
+    )
     for g in np.flatnonzero(below & batch.graded):
         here = passed & (batch.group_id == g)
         ratio = out.advantage_N[here] / batch.quality[here]
         np.testing.assert_allclose(ratio, ratio[0], rtol=2e-5)
 
 
+@unhurried
 @hypothesis.given(batch=batches(binary=True))
 def test_downweighting_leaves_the_deficit(batch):
     out = run(batch, "downweight")
     np.testing.assert_allclose(per_group(out.advantage_N, batch, batch.valid), -out.deficit_G, atol=3e-6)
 
 
+@unhurried
 @hypothesis.given(batch=batches(binary=True), quality=st.floats(0.01, 1.0))
 def test_equal_quality(batch, quality):
     batch = batch._replace(quality=np.full(ROWS, quality, np.float32), graded=np.ones(GROUPS, bool))
@@ -183,24 +191,29 @@ def test_equal_quality(batch, quality):
             assert (out.advantage_N[passed] < plain.advantage_N[passed]).all()
 
 
+@unhurried
 @hypothesis.given(batch=batches(binary=True))
 def test_best_quality_everywhere_is_exactly_none(batch):
     batch = batch._replace(quality=np.ones(ROWS, np.float32))
     np.testing.assert_array_equal(run(batch).advantage_N, run(batch, "none").advantage_N)
 
 
+@unhurried
 @hypothesis.given(batch=batches())
 def test_ungraded_groups_are_none(batch):
     batch = batch._replace(graded=np.zeros(GROUPS, bool))
     np.testing.assert_allclose(run(batch).advantage_N, run(batch, "none").advantage_N, rtol=0, atol=1e-7)
 
 
+@unhurried
 @hypothesis.given(batch=batches(), seed=st.integers(0, 2**32 - 1), mode=st.sampled_from(MODES))
 def test_order_names_and_padding_change_nothing(batch, seed, mode):
     rng = np.random.default_rng(seed)
     order, names = rng.permutation(ROWS), rng.permutation(GROUPS).astype(np.int32)
     inside = (batch.group_id >= 0) & (batch.group_id < GROUPS)
-    renamed = np.where(inside, names[np.clip(batch.group_id, 0, GROUPS - 1)], rng.choice([-(2**31), -1, GROUPS, 2**31 - 1]))
+    renamed = np.where(
+        inside, names[np.clip(batch.group_id, 0, GROUPS - 1)], rng.choice([-(2**31), -1, GROUPS, 2**31 - 1])
+    )
     graded = np.empty(GROUPS, bool)
     graded[names] = batch.graded
     moved = Batch(*(field[order] for field in batch._replace(group_id=renamed.astype(np.int32))[:-1]), graded)
@@ -209,6 +222,7 @@ def test_order_names_and_padding_change_nothing(batch, seed, mode):
     np.testing.assert_allclose(shuffled.scale_G[names], plain.scale_G, rtol=2e-6)
 
 
+@unhurried
 @hypothesis.given(batch=batches(), mode=st.sampled_from(MODES))
 def test_invalid_rows_are_as_if_absent(batch, mode):
     absent = batch._replace(group_id=np.where(batch.valid, batch.group_id, -1).astype(np.int32))
@@ -255,7 +269,9 @@ def test_gradient_is_the_general_formula_also_for_binary_rewards():
                 arguments[argument][i] += step
                 if argument == 1:
                     arguments[1] = np.minimum(arguments[1], 1.0)
-                oracle = reference.group_advantages(arguments[0], batch.passed, arguments[1], *batch[3:], num_groups=1)
+                oracle = reference.group_advantages(
+                    arguments[0], batch.passed, arguments[1], *batch[3:], num_groups=1
+                )
                 ends.append(float(np.dot(weights, oracle["advantage"])))
             if argument == 1 and (not batch.passed[i] or batch.quality[i] == 1):
                 continue  # not read, or at the edge of its range
@@ -272,7 +288,7 @@ def test_a_close_group_keeps_its_difference():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_degenerate_groups(mode):
-    """Group 0 one member, 1 empty, 2 all external, 3 all invalid with NaN, 4 all passed, 5 all failed, 6 real."""
+    """Groups: one member, empty, all external, all invalid with NaN, all passed, all failed, and a real one."""
     group = np.array([0, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], np.int32)
     passed = np.array([1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 0], bool)
     reward = np.where(group == 3, np.nan, passed).astype(np.float32)
@@ -284,7 +300,9 @@ def test_degenerate_groups(mode):
 
 
 def test_external_row_fails_before_statistics():
-    batch = one_group([1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1])._replace(external=np.array([1, 0, 0, 0], bool))
+    batch = one_group([1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1])._replace(
+        external=np.array([1, 0, 0, 0], bool)
+    )
     out = run(batch)
     assert float(out.mean_G[0]) == 0.5
     np.testing.assert_allclose(out.advantage_N, [-0.5, 0.5, 0.5, -0.5])
@@ -295,7 +313,9 @@ def test_external_row_fails_before_statistics():
 @pytest.mark.parametrize("bad", [0.0, -0.5, 1.5, np.nan, np.inf])
 def test_a_coefficient_out_of_range_voids_its_group_only(bad):
     one = one_group([1, 1, 0, 0], [1, 1, 0, 0], [1, 0.4, 1, 1])
-    two = Batch(*(np.concatenate((a, a)) for a in one))._replace(group_id=np.repeat(np.arange(2, dtype=np.int32), 4))
+    two = Batch(*(np.concatenate((a, a)) for a in one))._replace(
+        group_id=np.repeat(np.arange(2, dtype=np.int32), 4)
+    )
     quality = two.quality.copy()
     quality[0] = bad
     out, plain = run(two._replace(quality=quality)), run(two, "none")
@@ -330,7 +350,9 @@ def test_a_million_shuffled_rows(groups, binary):
 def test_any_dtype_and_weak_types():
     plain = run(one_group([1, 1, 0, 0], [1, 1, 0, 0], [1, 0.5, 1, 1]))
     yes = [True] * 4
-    lists = group_advantages([1, 1, 0, 0], [1, 1, 0, 0], [1, 0.5, 1, 1], [0, 0, 0, 0], yes, [0] * 4, [1], num_groups=1)
+    lists = group_advantages(
+        [1, 1, 0, 0], [1, 1, 0, 0], [1, 0.5, 1, 1], [0, 0, 0, 0], yes, [0] * 4, [1], num_groups=1
+    )
     bfloat = group_advantages(
         jnp.array([1, 1, 0, 0], jnp.bfloat16), jnp.array([1, 1, 0, 0], jnp.uint8),
         jnp.array([1, 0.5, 1, 1], jnp.float16), jnp.zeros(4, jnp.uint8), np.array(yes), np.zeros(4, bool),

@@ -55,7 +55,10 @@ def test_patches_apply_with_git(tmp_path: Path) -> None:
         file = tmp_path / task["path"]
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(tree.broken(task))
-        for patch, expected in ((task["patch"], tree.files[task["path"]]), (task["bug_patch"], tree.broken(task))):
+        for patch, expected in (
+            (task["patch"], tree.files[task["path"]]),
+            (task["bug_patch"], tree.broken(task)),
+        ):
             subprocess.run(["git", "apply", "-"], input=patch.encode(), cwd=tmp_path, check=True)
             assert file.read_bytes() == expected
 
@@ -102,7 +105,10 @@ def test_unusable_packages_are_isolated_and_the_rest_goes_on(tmp_path: Path) -> 
     damaged = sdists / "torn-1.0.tar.gz"
     damaged.write_bytes(damaged.read_bytes()[:200])
     torn = catalogue.dataclasses.replace(torn, sha256=tiny.hashlib.sha256(damaged.read_bytes()).hexdigest())
-    renamed = {path: text.replace("clamp", "limit").replace("count_above", "over") for path, text in tiny.FILES.items()}
+    renamed = {
+        path: text.replace("clamp", "limit").replace("count_above", "over")
+        for path, text in tiny.FILES.items()
+    }
     other = make_sdist(sdists, "other", renamed)
     folder = build_tasks(tmp_path / "tasks", [good, failing, torn, other], sdists, max_tasks=20, functions=2)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -115,7 +121,9 @@ def test_unusable_packages_are_isolated_and_the_rest_goes_on(tmp_path: Path) -> 
 
 
 def test_too_few_usable_packages_is_an_error_with_the_causes(tmp_path: Path) -> None:
-    bad = make_sdist(tmp_path / "sdists", "bad", {"PKG-INFO": "", "tests/test_a.py": "import nothing_like_it\n"})
+    bad = make_sdist(
+        tmp_path / "sdists", "bad", {"PKG-INFO": "", "tests/test_a.py": "import nothing_like_it\n"}
+    )
     with pytest.raises(BuildError, match=r"fewer than half.*bad: its suite does not pass"):
         build_tasks(tmp_path / "tasks", [bad], tmp_path / "sdists")
     assert not (tmp_path / "tasks").exists()
@@ -172,7 +180,9 @@ def test_base_commit_is_what_git_makes_of_the_tree() -> None:
         assert head.strip() == task["base_commit"]
         status = subprocess.run([*run, "status", "--porcelain"], capture_output=True, text=True, check=True)
         assert status.stdout == ""
-        log = subprocess.run([*run, "rev-list", "--all", "--count"], capture_output=True, text=True, check=True)
+        log = subprocess.run(
+            [*run, "rev-list", "--all", "--count"], capture_output=True, text=True, check=True
+        )
         assert log.stdout.strip() == "1"
         assert subprocess.run([*run, "fsck", "--strict"], capture_output=True).returncode == 0
     finally:
@@ -186,7 +196,9 @@ def test_the_fixed_file_is_not_among_the_objects() -> None:
     try:
         workspace = templates.get(task).workspace()
         run = ["git", "-C", workspace.root]
-        blob = subprocess.run([*run, "hash-object", "--stdin"], input=fixed, capture_output=True, check=True).stdout
+        blob = subprocess.run(
+            [*run, "hash-object", "--stdin"], input=fixed, capture_output=True, check=True
+        ).stdout
         objects = subprocess.run(
             [*run, "cat-file", "--batch-check", "--batch-all-objects"], capture_output=True, check=True
         ).stdout

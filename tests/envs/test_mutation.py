@@ -91,7 +91,14 @@ def test_edits_are_single_spans_and_all_else_is_identical() -> None:
 
 def test_find_functions_names_lines_and_docstrings() -> None:
     functions = {f.qualname: f for f in find_functions(SOURCE)}
-    assert list(functions) == ["clamp", "count_above", "Stack.__init__", "Stack.push", "Stack.top", "untested"]
+    assert list(functions) == [
+        "clamp",
+        "count_above",
+        "Stack.__init__",
+        "Stack.push",
+        "Stack.top",
+        "untested",
+    ]
     clamp = functions["clamp"]
     assert SOURCE.splitlines()[clamp.first_line - 1].startswith("def clamp")
     assert clamp.docstring == (clamp.first_line + 1, clamp.first_line + 5)

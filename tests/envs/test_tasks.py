@@ -42,8 +42,9 @@ def test_a_missing_key_is_named_with_file_line_and_instance(folder: Path, key: s
     rewrite(folder, lambda records: records[1].pop(key))
     with pytest.raises(TaskError) as error:
         tasks.load_tasks(folder)
-    assert f"tasks.jsonl:2: {'no instance_id' if key == 'instance_id' else name}: key '{key}': is missing" in str(
-        error.value
+    assert (
+        f"tasks.jsonl:2: {'no instance_id' if key == 'instance_id' else name}: key '{key}': is missing"
+        in str(error.value)
     )
 
 

@@ -1,0 +1,167 @@
+"""The whole run on a small environment: the same twice, the same after stopping, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gagar_jax import loop, run
+from gagar_jax.checkpoint import Checkpoints
+from gagar_jax.config import Config, parse
+from gagar_jax.metrics import read_metrics
+from gagar_jax.train.state import abstract_state, make_optimizer
+from gagar_jax.types import UserError
+from tests import echo
+
+SETTINGS: dict[str, Any] = {
+    "env": {"id": echo.ENV_ID, "workers": 3},
+    "model": {"vocab_size": 361, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 64},
+    "sft": {"steps": 240, "tokens_per_batch": 256, "demonstrations_per_task": 4, "optimizer": {"warmup_steps": 5}},
+    "rollout": {
+        "groups": 3, "group_size": 4, "lanes": 2, "lane_slots": 2, "max_prompt": 16, "max_observation": 8,
+        "max_generated": 12, "max_continuation": 40, "decode_block": 2, "prefill_chunk": 4, "prefill_rows": 2,
+    },
+    "train": {"steps": 4, "row_length": 64, "row_bucket": 4, "microbatch_rows": 4, "checkpoint_every": 2},
+    "eval": {"samples": 2, "max_tasks": 3},
+    "mesh": {"data": 1, "model": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is found as if it were installed, and the mesh is one device as for a single process."""
+    monkeypatch.setattr(run, "environment_plugin", lambda env_id: echo.EchoPlugin())
+    one = jax.devices()[:1]
+    make = run.sharding.make_mesh
+    monkeypatch.setattr(run.sharding, "make_mesh", lambda **sizes: make(**sizes, devices=one))
+
+
+def settings(folder: Path, **train: Any) -> Config:
+    return parse(SETTINGS | {"run_dir": folder, "train": SETTINGS["train"] | train})
+
+
+def params_of(config: Config) -> list[np.ndarray]:
+    mesh = run.sharding.make_mesh(data=1, model=1)
+    abstract = abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.steps), mesh)
+    found = Checkpoints(config.run_dir / "checkpoints", keep=2).restore(abstract)
+    assert found is not None
+    assert found.step == 4
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(found.state)]
+
+
+def same_numbers(folder: Path) -> list[dict[str, Any]]:
+    """The RL metrics without what depends on the clock, on caches, or on how often the program started."""
+    clocked = ("time", "_s", "per_s", "_ms", "programs_compiled", "cached")
+    records = read_metrics(folder, "rl")
+    return [{k: v for k, v in r.items() if not any(c in k for c in clocked)} for r in records]
+
+
+def sampled(folder: Path) -> list[tuple[Any, ...]]:
+    lines = [line for p in sorted(folder.glob("trajectories/step_*[0-9].jsonl")) for line in p.open()]
+    keys = ("ticket", "tokens", "logprobs", "advantage", "quality", "patch")
+    return [tuple(json.dumps(json.loads(line)[k]) for k in keys) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        _echo.__wrapped__(patch)  # type: ignore[attr-defined]
+        loop.train(settings(folder))
+    return folder
+
+
+def test_a_run_leaves_what_a_person_can_read(whole: Path) -> None:
+    for name in ("config.yaml", "summary.md", "curves.png", "log.txt", "eval_sft.json", "eval_rl.json"):
+        assert (whole / name).stat().st_size > 0, name
+    steps = read_metrics(whole, "rl")
+    assert [s["step"] for s in steps] == [0, 1, 2, 3]
+    assert sum(s["kept_groups"] for s in steps) > 0, "nothing was trained on"
+    assert sum(s["graded_groups"] for s in steps) > 0, "nothing was graded"
+    assert max(s["logprob_gap_max"] for s in steps) <= 1e-4
+    assert len({s["programs_compiled"] for s in steps[1:]}) == 1
+    trajectories = [json.loads(line) for p in whole.glob("trajectories/step_*.jsonl") for line in p.open()]
+    assert len(trajectories) == 4 * 3 * 4
+    assert {t["tier"] for t in trajectories} - {None}
+    for t in trajectories:
+        assert len(t["tokens"]) == len(t["loss_mask"]) == len(t["logprobs"])
+    tasks = [t["ticket"]["instance_id"] for t in trajectories if t["ticket"]["member"] == 0]
+    assert sorted(tasks) == sorted(2 * [f"say-{n}" for n in range(6)]), "every task once an epoch"
+
+
+def test_the_same_seed_gives_the_same_run_whatever_the_timing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(echo, "DELAY_S", 0.03)
+    loop.train(settings(tmp_path / "again"))
+    assert sampled(tmp_path / "again") == sampled(whole)
+    assert same_numbers(tmp_path / "again") == same_numbers(whole)
+    for a, b in zip(params_of(settings(whole)), params_of(settings(tmp_path / "again")), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stop_and_resume_equals_going_through(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of step 3's rollout: what had finished is reused, and the end is the same."""
+    monkeypatch.setattr(echo, "DELAY_S", 0.05)
+    folder = tmp_path / "stopped"
+    journal = folder / "trajectories" / "step_00003.journal.jsonl"
+
+    def interrupt() -> None:
+        while not (journal.exists() and journal.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(settings(folder))
+    thread.join()
+    finished = journal.read_bytes().count(b"\n")
+    assert 3 <= finished < 12
+    loop.train(settings(folder))
+    log = (folder / "log.txt").read_text()
+    assert f"{finished} of 12 trajectories were already there" in log
+    assert sampled(folder) == sampled(whole)
+    assert same_numbers(folder) == same_numbers(whole)
+    for a, b in zip(params_of(settings(whole)), params_of(settings(folder)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_more_steps_go_on_from_the_end(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "two-then-four"
+    loop.train(settings(folder, steps=2))
+    loop.train(settings(folder, steps=4))
+    assert sampled(folder) == sampled(whole)
+    for a, b in zip(params_of(settings(whole)), params_of(settings(folder)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_folder_belongs_to_one_configuration(whole: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.mode: sum_preserving → none.*--run-dir"):
+        loop.train(settings(whole, mode="none"))
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
+    with run.Run(settings(tmp_path)), pytest.raises(UserError, match="another process"):
+        run.Run(settings(tmp_path))
+
+
+def test_another_run_can_start_from_a_warm_start(whole: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path / "other", mode="none", steps=1)
+    config = config.model_copy(update={"sft": config.sft.model_copy(update={"warm_start_from": whole})})
+    loop.train(config)
+    assert not read_metrics(config.run_dir, "sft")
+    assert json.loads((config.run_dir / "eval_sft.json").read_text()) == json.loads(
+        (whole / "eval_sft.json").read_text()
+    )
