@@ -40,7 +40,7 @@ from typing import IO, Literal
 
 from envs import seccomp
 from envs.sandbox_io import MARKER, await_end, child_pidfds, communicate, kill_marked
-from envs.sandbox_view import WORK, bubblewrap_argv, interpreter, mounts, namespaces_script
+from envs.sandbox_view import SBIN, WORK, bubblewrap_argv, interpreter, mounts, namespaces_script
 from gagar_jax.types import UserError
 
 __all__ = ["WORK", "Completed", "ConfinementError", "Limits", "Process", "Sandbox", "detect", "interpreter"]
@@ -79,11 +79,19 @@ class Completed:
     wall_s: float
 
 
-_UNSHARE = (
-    *("setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--net", "--ipc", "--uts"),
-    *("--fork", "--kill-child=KILL", "--propagation", "private", "sh", "-c"),
+_UNSHARE = ("setpriv", "--pdeathsig", "KILL", "unshare")
+_UNSHARE_OPTIONS: tuple[str, ...] = (
+    "--mount",
+    "--pid",
+    "--net",
+    "--ipc",
+    "--uts",
+    "--fork",
+    "--kill-child=KILL",
 )
-_UNSHARE_OPTIONS = _UNSHARE.index("unshare") + 1
+_UNSHARE_OPTIONS += ("--propagation", "private")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+_ENVIRONMENT |= {"TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 _END_S = 10.0  # how long a killed pid namespace may take to empty
 
 _slots = itertools.count()
@@ -130,7 +138,8 @@ class Sandbox:
                 f"Sandbox kind must be one of {sorted(_TOOLS)}, not {kind!r}: resolve it with detect()"
             )
         self.kind = kind
-        self._root = tempfile.mkdtemp(prefix="gagar-root-")  # where `namespaces` mounts, unseen by the host
+        # Where `namespaces` mounts its view, unseen by the host.
+        self._root = tempfile.TemporaryDirectory(prefix="gagar-root-") if kind == "namespaces" else None
         # A process that dies with its parent dies with the *thread* that started it, so long-lived
         # ones are started from a thread that lives as long as this object.
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="sandbox-spawner")
@@ -138,7 +147,8 @@ class Sandbox:
     def close(self) -> None:
         """Ends the thread that started long-lived commands, and with it what they left running."""
         self._spawner.shutdown()
-        shutil.rmtree(self._root, ignore_errors=True)
+        if self._root is not None:
+            self._root.cleanup()
 
     def place(self, inside: str, host: Path) -> str:
         """The path under which a command sees `host` if it is mounted at `inside`."""
@@ -202,46 +212,51 @@ class Sandbox:
         stderr: IO[bytes] | int,
     ) -> Process:
         token = uuid.uuid4().hex
-        full_env = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": "/tmp",
-            "TMPDIR": "/tmp",
-            "LANG": "C.UTF-8",
-        }
-        full_env |= {"TZ": "UTC", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", **env, MARKER: token}
-        command = [*_limit_argv(limits), *argv]
         scratch = tempfile.mkdtemp(prefix="gagar-tmp-") if self.kind == "none" else None
-        cwd: str | Path = "/"
-        info = -1
+        full_env = {**_ENVIRONMENT, **env, MARKER: token}
+        if scratch is not None:
+            full_env |= {"HOME": scratch, "TMPDIR": scratch}
         with contextlib.ExitStack() as stack:
-            pass_fds: list[int] = []
-            if scratch is not None:
-                full_env |= {"HOME": scratch, "TMPDIR": scratch}
-                cwd = work or scratch
-            else:
-                command = [*self._drop_argv(work), *command]
-                view, inside = mounts(work, readonly), WORK if work is not None else "/tmp"
-            if self.kind == "bubblewrap":
-                filter_fd = stack.enter_context(_seccomp_file())
-                info, info_end = os.pipe()
-                stack.callback(os.close, info_end)
-                pass_fds = [fd for fd in (filter_fd, info_end) if fd >= 0]
-                command = [*bubblewrap_argv(view, full_env, inside, filter_fd, info_end), *command]
-            elif self.kind == "namespaces":
-                command = [*_UNSHARE, namespaces_script(view, self._root, inside), "sh", *command]
-                if os.geteuid() != 0:
-                    command[_UNSHARE_OPTIONS:_UNSHARE_OPTIONS] = ["--user", "--map-root-user"]
+            command, pass_fds, info = self._confine(
+                [*_limit_argv(limits), *argv], work, readonly, full_env, stack
+            )
             popen = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                cwd=cwd,
+                cwd=(work or scratch) if scratch is not None else "/",
                 env=full_env,
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
         return Process(popen, token, scratch, _first_process(info))
+
+    def _confine(
+        self,
+        command: list[str],
+        work: Path | None,
+        readonly: Mapping[str, Path],
+        env: Mapping[str, str],
+        stack: contextlib.ExitStack,
+    ) -> tuple[list[str], list[int], int]:
+        """The confined form of a command; what it inherits; where bwrap names its first process, or −1.
+
+        `stack` closes what was opened for the command once it has been started.
+        """
+        if self.kind == "none":
+            return command, [], -1
+        command = [*self._drop_argv(work), *command]
+        view, inside = mounts(work, readonly), WORK if work is not None else "/tmp"
+        if self._root is not None:
+            user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+            script = namespaces_script(view, self._root.name, inside)
+            return [*_UNSHARE, *user, *_UNSHARE_OPTIONS, "sh", "-c", script, "sh", *command], [], -1
+        filter_fd = stack.enter_context(_seccomp_file())
+        info, info_end = os.pipe()
+        stack.callback(os.close, info_end)
+        inherited = [fd for fd in (filter_fd, info_end) if fd >= 0]
+        return [*bubblewrap_argv(view, env, inside, filter_fd, info_end), *command], inherited, info
 
     def _drop_argv(self, work: Path | None) -> list[str]:
         drop = ["setpriv", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all"]
@@ -347,7 +362,9 @@ def detect(requested: str) -> Kind:
 @functools.cache
 def _probe(kind: Kind) -> str:
     """Why `kind` does not work here; "" if it does."""
-    missing = [tool for tool in _TOOLS[kind] if shutil.which(tool) is None]
+    # An ordinary user's PATH often lacks the folders of `pivot_root`; the script adds them.
+    path = os.pathsep.join([os.environ.get("PATH", ""), *(SBIN if kind == "namespaces" else ())])
+    missing = [tool for tool in _TOOLS[kind] if shutil.which(tool, path=path) is None]
     if missing:
         return f"{', '.join(missing)} not found on PATH"
     script = "import os; open('probe', 'w').write('x'); print(os.getuid())"
@@ -362,4 +379,4 @@ def _probe(kind: Kind) -> str:
     if done.returncode == 0:
         return ""
     lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-    return f"exit status {done.returncode}: {lines[-1]}"
+    return f"exit status {done.returncode}: {' '.join(lines[-2:])}"

@@ -16,6 +16,7 @@ from typing import Literal
 WORK = "/work"
 """Where the writable folder of a confined command lies, as the command sees it."""
 
+SBIN = ("/usr/sbin", "/sbin")
 _TMPFS_BYTES = 256 << 20
 
 
@@ -105,7 +106,7 @@ def namespaces_script(view: Sequence[Mount], root: str, cwd: str) -> str:
     The shell stays as process 1: changing the uid clears the parent-death signal, so the process
     that dies with `unshare` must be one that keeps its uid.
     """
-    lines = ['set -eu; PATH="$PATH:/usr/sbin:/sbin"']
+    lines = [f'set -eu; PATH="$PATH:{":".join(SBIN)}"']
     lines += [f"mount -t tmpfs -o mode=0755,size=16m tmpfs {shlex.quote(root)}", f"cd {shlex.quote(root)}"]
     lines += ["mkdir -p proc dev old", "mount -t proc proc proc", "ip link set lo up 2>/dev/null || true"]
     for name in ("null", "zero", "full", "random", "urandom"):
@@ -132,7 +133,7 @@ def namespaces_script(view: Sequence[Mount], root: str, cwd: str) -> str:
         "pivot_root . old",
         "umount -l /old",
         "rmdir /old",
-        "mount -o remount,ro /",
+        "mount -o remount,bind,ro /",
         f"cd {shlex.quote(cwd)}",
     ]
     return "\n".join([*lines, 'set +e; "$@"; exit $?'])

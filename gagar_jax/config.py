@@ -119,6 +119,8 @@ class SftConfig(Section):
     demonstrations_per_task: int = pydantic.Field(8, ge=1)
     clean_share: float = pydantic.Field(0.5, ge=0, le=1)
     """Share of demonstrations in the clean style; the rest is spread over the sloppy ones."""
+    prompt_weight: float = pydantic.Field(0.3, ge=0, le=1)
+    """Weight of a prompt's tokens in the loss, where an action's is 1."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
     log_every: int = pydantic.Field(20, ge=1)
     warm_start_from: Path | None = None

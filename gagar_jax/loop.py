@@ -94,7 +94,8 @@ def _warm_start(run: Run) -> Any:
         else init_state(config.model, optimizer, jax.random.fold_in(run.key, 0), run.mesh)
     )
     batches = SupervisedBatches(
-        _examples(run), tokens_per_batch=config.sft.tokens_per_batch, seed=config.seed,
+        _examples(run), tokens_per_batch=config.sft.tokens_per_batch, prompt_weight=config.sft.prompt_weight,
+        seed=config.seed,
         row_length=config.train.row_length, row_multiple=run.mesh.shape["data"],
     )  # fmt: skip
     step_fn = make_sft_step(config, run.graph, run.mesh)

@@ -187,7 +187,7 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
                     return editor.edit(action)
                 except WorkspacePathError as error:
                     return str(error)
-            case tools.Test():
+            case tools.RunTests():
                 return self._run_tests(editor)
             case tools.Submit():
                 return ""

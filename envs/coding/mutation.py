@@ -124,8 +124,9 @@ def find_functions(source: str) -> list[Function]:
     lines = [line.decode() for line in source.encode().splitlines(keepends=True)]
     found: list[Function] = []
     tree = parse_python(source)
-    for owner, prefix in [(tree, ""), *((c, f"{c.name}.") for c in tree.body if isinstance(c, ast.ClassDef))]:
-        for node in owner.body:
+    classes = [(c.body, f"{c.name}.") for c in tree.body if isinstance(c, ast.ClassDef)]
+    for body, prefix in [(tree.body, ""), *classes]:
+        for node in body:
             if isinstance(node, ast.FunctionDef):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 last = node.end_lineno or node.lineno
@@ -390,7 +391,9 @@ class _Finder:
         """Whole one-line statements; the only one of a block becomes `pass`."""
         for node in [self.function, *self._nodes()]:
             for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
-                for statement in block if isinstance(block, list) else ():
+                if not isinstance(block, list):
+                    continue
+                for statement in block:
                     simple = isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr)
                     first, last = self.line_starts[statement.lineno - 1], self.line_starts[statement.lineno]
                     whole = self.data[first:last].decode().strip() == self.text(statement)

@@ -58,7 +58,7 @@ class Edit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Test:
+class RunTests:
     pass
 
 
@@ -74,7 +74,7 @@ class Malformed:
     why: str
 
 
-Action = View | ViewLines | Search | Edit | Test | Submit | Malformed
+Action = View | ViewLines | Search | Edit | RunTests | Submit | Malformed
 
 
 def parse_action(text: str) -> Action:
@@ -91,7 +91,9 @@ def parse_action(text: str) -> Action:
             f"{word or 'the command'} takes one line" if word in _ONE_LINE else "no command on line 1"
         )
     if word in ("test", "submit"):
-        return Malformed(f"{word} takes nothing") if argument else (Test() if word == "test" else Submit())
+        return (
+            Malformed(f"{word} takes nothing") if argument else (RunTests() if word == "test" else Submit())
+        )
     if word == "search":
         return Search(argument) if argument else Malformed("search for what?")
     if word == "view":

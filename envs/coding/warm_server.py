@@ -244,8 +244,9 @@ class Server:
 
     def _wanted(self, request: dict[str, Any], changed: list[str]) -> set[str]:
         mapped = [self._map.get(key, set()) for key in changed]
-        everything = set(self._items)
-        touched = set().union(*mapped) if mapped and all(mapped) else everything
+        unknown = not all(mapped) or (request["tests"] is None and not mapped)
+        # No changed function at all (the correct text is back): nothing but the tests asked for can differ.
+        touched: set[str] = set(self._items) if unknown else set().union(*mapped)
         if request["tests"] is None:
             return touched
         return set(request["tests"]) | (touched & self._passing if request["guarded"] else set())

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gagar_jax.algo.segments import group_counts, group_sums, to_rows
 
@@ -111,19 +113,39 @@ def group_advantages(
         raise ValueError(f"mode {mode!r}: expected 'none', 'downweight' or 'sum_preserving'")
     if num_groups < 1:
         raise ValueError(f"num_groups must be at least 1, got {num_groups}")
-    arrays = [jnp.asarray(x) for x in (reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)]
-    chex.assert_rank(arrays, 1)
-    chex.assert_equal_shape(arrays)
-    graded_G = jnp.asarray(graded_G).astype(bool)
-    chex.assert_shape(graded_G, (num_groups,))
-    reward_N, passed_N, quality_N, group_id_N, valid_N, external_N = arrays
-    reward_N, quality_N, group_id_N = (
-        reward_N.astype(jnp.float32),
-        quality_N.astype(jnp.float32),
-        group_id_N.astype(jnp.int32),
+    inputs = [
+        jnp.asarray(x) for x in (reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G)
+    ]
+    chex.assert_rank(inputs, 1)
+    chex.assert_equal_shape(inputs[:-1])
+    chex.assert_shape(inputs[-1], (num_groups,))
+    dtypes = (jnp.float32, bool, jnp.float32, jnp.int32, bool, bool, bool)
+    inputs = [x.astype(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+    compute = functools.partial(_advantages, num_groups=num_groups, mode=mode, lambda_max=lambda_max)
+    # Scatters have no rule for explicitly sharded axes: the compiler takes those; rows stay as they came.
+    sharding = jax.typeof(inputs[0]).sharding
+    if not sharding.mesh.explicit_axes:
+        return compute(*inputs)
+    by_row, everywhere = (NamedSharding(sharding.mesh, spec) for spec in (sharding.spec, P()))
+    out = GroupAdvantages(
+        *(by_row if name.endswith("_N") else everywhere for name in GroupAdvantages._fields)
     )
-    passed_N, valid_N, external_N = passed_N.astype(bool), valid_N.astype(bool), external_N.astype(bool)
+    return jax.sharding.auto_axes(compute, out_sharding=out)(*inputs)
 
+
+def _advantages(
+    reward_N: jax.Array,
+    passed_N: jax.Array,
+    quality_N: jax.Array,
+    group_id_N: jax.Array,
+    valid_N: jax.Array,
+    external_N: jax.Array,
+    graded_G: jax.Array,
+    *,
+    num_groups: int,
+    mode: Mode,
+    lambda_max: float,
+) -> GroupAdvantages:
     # Steps 1 and 2: invalid rows leave, external rows fail with reward 0.
     valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
     scored_N = valid_N & ~external_N
@@ -132,14 +154,12 @@ def group_advantages(
     cap = jnp.asarray(lambda_max, jnp.float32)
     table_G3, groups = _group_statistics(mode, num_groups, rows, graded_G, cap)
     mean_N, scale_N, centre_N = to_rows(table_G3, group_id_N)
+    # A_i = R_i − R̄;  B_i = λ f_i A⁺_i for passed, A_i for failed;  A*_i = B_i − mean(B).
     centred_N = _reward(rows) - mean_N
-    shared_N = rows.passed_N & (scale_N > 0)
     credit_N = jnp.where(_proper(rows), quality_N, 1.0) * jnp.maximum(centred_N, 0.0)
-    redistributed_N = jnp.where(shared_N, scale_N * credit_N, centred_N)
+    shared_N = jnp.where(rows.passed_N & (scale_N > 0), scale_N * credit_N, centred_N)
     trained_N = valid_N & (scale_N >= 0)
-    return groups._replace(
-        advantage_N=jnp.where(trained_N, redistributed_N - centre_N, 0.0), trained_N=trained_N
-    )
+    return groups._replace(advantage_N=jnp.where(trained_N, shared_N - centre_N, 0.0), trained_N=trained_N)
 
 
 def _reward(rows: _Rows) -> jax.Array:

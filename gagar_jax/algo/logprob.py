@@ -27,7 +27,7 @@ def token_logprobs(
     Args:
       hidden_BTD: final hidden states, float32 or bfloat16.
       unembedding_DV: output matrix, cast to the dtype of `hidden_BTD`; products add up in float32.
-      targets_BT: int32 in [0, V); any other id has log-prob −log Z (pass padding as you like, and mask it).
+      targets_BT: int32 in [0, V); any other id has a meaningless log-prob (mask padding afterwards).
       temperature: above 0; the distribution that was sampled from.
       chunk_tokens: at least 1.
       entropy_gradient: False where the entropy is only reported.
@@ -58,7 +58,9 @@ def token_logprobs(
         hidden, targets = inputs
         logits = jnp.einsum("btd,dv->btv", hidden, unembedding_DV, preferred_element_type=jnp.float32)
         logits = logits / temperature
-        log_z = jax.nn.logsumexp(logits, axis=-1)
+        # Shifting by the maximum first, not after, keeps the digits of log-probs near 0.
+        logits = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        log_z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
         # A comparison rather than a gather: the vocabulary may be sharded.
         hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         logprob = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - log_z

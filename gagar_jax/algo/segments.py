@@ -60,7 +60,7 @@ def group_counts(
     valid_N, passed_N = valid_N.astype(jnp.int32), passed_N.astype(jnp.int32)
     packed_G = group_sums(valid_N + (passed_N << _HALF), group_id_N, num_groups=num_groups)
     low_G = packed_G & ((1 << _HALF) - 1)
-    packed = (low_G, packed_G >> _HALF)
+    packed = (low_G, jax.lax.shift_right_logical(packed_G, jnp.int32(_HALF)))
     if valid_N.shape[0] >= 1 << _HALF:
         packed = jax.lax.cond(
             jnp.sum(low_G) == jnp.sum(valid_N),

@@ -38,6 +38,7 @@ class SupervisedBatches:
         examples: Sequence[Example],
         *,
         tokens_per_batch: int,
+        prompt_weight: float,
         seed: int,
         row_length: int,
         row_multiple: int = 1,
@@ -47,6 +48,8 @@ class SupervisedBatches:
         Args:
           examples: longer ones than a row are left out, counted in `too_long` and logged.
           tokens_per_batch: B · T of every batch is at most this, unless one row alone is longer.
+          prompt_weight: weight of a prompt's token in the loss, where an action's is 1. Reading many faulty
+            versions of a function teaches what it should say; a prompt that several share counts once.
           seed: of the order.
           row_length: T, tokens.
           row_multiple: B is a multiple of this (the mesh's data axis).
@@ -57,11 +60,13 @@ class SupervisedBatches:
         kept = [e for e in examples if len(e.tokens) <= row_length]
         self.too_long = len(examples) - len(kept)
         if self.too_long:
-            logger.warning("%d demonstrations of %d exceed %d tokens", self.too_long, len(examples), row_length)
+            logger.warning(
+                "%d demonstrations of %d exceed %d tokens", self.too_long, len(examples), row_length
+            )
         if not kept:
             raise ValueError(f"no demonstration of {len(examples)} fits {row_length} tokens")
         self._pieces = [Piece(n, *example) for n, example in enumerate(kept)]
-        self._seed, self._row_length = seed, row_length
+        self._seed, self._row_length, self._prompt_weight = seed, row_length, prompt_weight
         self._rows = max(1, tokens_per_batch // row_length // row_multiple) * row_multiple
         self._epochs: list[list[list[Bundle]]] = []  # rows of the epochs reached so far, in order
         self._first: list[int] = [0]  # step at which each epoch begins
@@ -78,7 +83,11 @@ class SupervisedBatches:
         rows.tokens_BT[:] = PAD
         for b, bundles in enumerate(chosen):
             place(rows, b, bundles)
-        return rows
+        prompt_BT = (
+            (rows.segment_BT > 0) & (rows.prefix_BT == 0) & (rows.position_BT > 0) & (rows.loss_mask_BT == 0)
+        )
+        weight_BT = np.where(prompt_BT, self._prompt_weight, rows.loss_mask_BT)
+        return rows._replace(loss_mask_BT=weight_BT.astype(np.float32))
 
     def _order(self, epoch: int) -> list[list[Bundle]]:
         rng = np.random.default_rng((self._seed, epoch))

@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     position_BT: Array  # int32, a token's place in its sequence
     segment_BT: Array  # int32, 1… in each row, 0 for padding
     prefix_BT: Array  # int32, the segment of the row that this one continues; 0 for none
-    loss_mask_BT: Array  # int32
+    loss_mask_BT: Array  # the token's weight in the loss: float32, or int32 0 and 1
 
 
 class TrainBatch(NamedTuple):
@@ -209,7 +209,7 @@ class Piece(NamedTuple):
 
     @property
     def split(self) -> int:
-        """Where its continuation starts: at the last token of its prompt, which predicts the first generated."""
+        """Where its continuation starts: the last token of its prompt, which predicts the first generated."""
         return self.loss_mask.index(1) - 1
 
     @property

@@ -288,7 +288,7 @@ def test_a_close_group_keeps_its_difference():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_degenerate_groups(mode):
-    """Groups: one member, empty, all external, all invalid with NaN, all passed, all failed, and a real one."""
+    """Groups: one member, empty, all external, invalid with NaN, all passed, all failed, and a real one."""
     group = np.array([0, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], np.int32)
     passed = np.array([1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 0], bool)
     reward = np.where(group == 3, np.nan, passed).astype(np.float32)

@@ -16,7 +16,7 @@ B, T, D, V = 3, 13, 8, 50
 
 def inputs(dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (B, T, D), dtype) * 2
+    hidden = jax.random.normal(keys[0], (B, T, D), dtype)
     unembedding = jax.random.normal(keys[1], (D, V), dtype)
     return hidden, unembedding, jax.random.randint(keys[2], (B, T), 0, V, jnp.int32)
 

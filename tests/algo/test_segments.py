@@ -22,9 +22,9 @@ def test_group_sums(rows, groups):
 
 
 def test_large_groups_do_not_lose_precision():
-    """0.9 a million times: a single float32 accumulator is off by more than 0.1 %."""
+    """0.9 a million times: with a single float32 accumulator it is off by 0.1 % and more."""
     total = segments.group_sums(jnp.full(1_000_000, 0.9), jnp.zeros(1_000_000, jnp.int32), num_groups=1)
-    assert float(total[0]) == pytest.approx(1_000_000 * float(np.float32(0.9)), rel=2e-6)
+    assert float(total[0]) == pytest.approx(1_000_000 * float(np.float32(0.9)), rel=5e-6)
 
 
 @pytest.mark.parametrize("rows", [1000, 200_000])  # the packed counter overflows in the second

@@ -29,7 +29,7 @@ BUGGY = BUG[CORE].decode()  # type: ignore[union-attr]
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages")
+    folder = tmp_path_factory.mktemp("tasks") / "packages"
     toy_package.write(folder)
     return folder
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.confined
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packages")
+    folder = tmp_path_factory.mktemp("tasks") / "packages"
     toy_package.write(folder)
     return folder
 
@@ -224,8 +224,8 @@ def test_many_threads(packages: Path) -> None:
 
 
 def test_a_suite_that_cannot_start_says_so(tmp_path: Path) -> None:
-    toy_package.write(tmp_path, FILES | {"tests/conftest.py": "import nonsense\n"})
-    with Verifier(tmp_path, confinement="auto") as verifier:
+    toy_package.write(tmp_path / "packages", FILES | {"tests/conftest.py": "import nonsense\n"})
+    with Verifier(tmp_path / "packages", confinement="auto") as verifier:
         report = verifier.suite(NAME)
         assert not report.complete
         assert "pytest status" in report.why

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +17,12 @@ from gagar_jax.data.packing import Piece, Rows, TrainBatch, pack_pieces, place
 from gagar_jax.model import transformer
 from gagar_jax.train.state import make_optimizer, restart
 from gagar_jax.train.step import make_sft_step, make_train_step
-from gagar_jax.types import Group
+from gagar_jax.types import Group, Trajectory
 from tests import reference
 from tests.train.batches import (
     Verdicts,
     assert_close,
+    by_name,
     floats,
     gradient,
     one_device,
@@ -34,21 +37,77 @@ OUTCOMES = ("pfpf", "ppi", "ppfffp", "fff")
 GROUPS = make_groups(*OUTCOMES)
 
 
+LONGEST = 32
+
+
+class Alone(NamedTuple):
+    """One trajectory, not packed, padded at its end to `LONGEST`: what position t predicts of token t + 1."""
+
+    tokens_T: jax.Array
+    target_T: jax.Array
+    mask_T: jax.Array
+    behaviour_T: jax.Array
+
+
+def alone(t: Trajectory) -> Alone:
+    def pad(values: list[int] | list[float], dtype: Any) -> jax.Array:
+        return jnp.asarray(np.pad(np.asarray(values, dtype), (0, LONGEST - len(values))))
+
+    return Alone(
+        pad(t.tokens, np.int32),
+        pad(t.tokens[1:], np.int32),
+        pad(t.loss_mask[1:], np.float32),
+        pad(t.logprobs[1:], np.float32),
+    )
+
+
 def naive_logprobs(
-    config: Config, params: nnx.State, tokens: list[int], temperature: float
+    config: Config, params: nnx.State, one: Alone, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    """One sequence alone, unpacked: (log π of tokens[1:], entropy of each prediction)."""
+    """(log π of each target, entropy of each prediction), from whole logits."""
     model = nnx.merge(transformer.abstract(config.model)[0], params)
-    tokens_1T = jnp.asarray([tokens], jnp.int32)
-    position_1T = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    hidden = transformer.forward(model, tokens_1T, position_1T, jnp.ones_like(tokens_1T))[0]
-    logp = jax.nn.log_softmax(hidden @ model.unembedding() / temperature, axis=-1)[:-1]
-    return logp[jnp.arange(len(tokens) - 1), tokens_1T[0, 1:]], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    position_1T = jnp.arange(LONGEST, dtype=jnp.int32)[None]
+    hidden = transformer.forward(model, one.tokens_T[None], position_1T, jnp.ones_like(position_1T))[0]
+    logp = jax.nn.log_softmax(hidden @ model.unembedding() / temperature, axis=-1)
+    return logp[jnp.arange(LONGEST), one.target_T], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def naive_loss(params: nnx.State, config: Config, groups: list[Group], verdicts: Verdicts) -> jax.Array:
-    """The loss as the paper's lines say it, one trajectory at a time, no packing."""
-    total, count = jnp.zeros(()), 0
+@functools.cache
+def naive_policy(config: Config) -> Any:
+    """(parameters, trajectory, advantage) → its summed loss and that sum's gradient."""
+
+    def loss(params: nnx.State, one: Alone, advantage: jax.Array) -> jax.Array:
+        logprob, entropy = naive_logprobs(config, params, one, config.rollout.temperature)
+        ratio = jnp.exp(jnp.where(one.mask_T > 0, logprob - one.behaviour_T, 0.0))
+        bounded = jnp.clip(ratio, 1 - config.train.clip_low, 1 + config.train.clip_high)
+        token = -jnp.minimum(ratio * advantage, bounded * advantage)
+        return jnp.sum(one.mask_T * (token - config.train.entropy_coef * entropy))
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+@functools.cache
+def naive_supervised(config: Config) -> Any:
+    def loss(params: nnx.State, one: Alone) -> jax.Array:
+        return -jnp.sum(one.mask_T * naive_logprobs(config, params, one, 1.0)[0])
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def mean_of(parts: list[tuple[Any, nnx.State]], tokens: int) -> tuple[float, dict[str, np.ndarray]]:
+    """Σ loss and Σ gradient over the trajectories, divided once."""
+    grads = [by_name(g) for _, g in parts]
+    return (
+        sum(float(value) for value, _ in parts) / tokens,
+        {name: sum(g[name] for g in grads) / np.float32(tokens) for name in grads[0]},
+    )
+
+
+def naive_step(
+    params: nnx.State, config: Config, groups: list[Group], verdicts: Verdicts
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The step as the paper's lines say it, one trajectory at a time."""
+    parts, tokens = [], 0
     for group in groups:
         members = group.trajectories
         quality = verdicts.quality[np.arange(len(members)) % len(verdicts.quality)].tolist()
@@ -57,46 +116,35 @@ def naive_loss(params: nnx.State, config: Config, groups: list[Group], verdicts:
             [t.valid for t in members], [False] * len(members), [verdicts.graded], num_groups=1,
             mode=config.train.mode, lambda_max=config.train.lambda_max,
         )  # fmt: skip
-        if not columns["kept"][0]:
-            continue
         for advantage, t in zip(columns["advantage"], members, strict=True):
-            if not t.valid:
-                continue
-            logprob, entropy = naive_logprobs(config, params, t.tokens, config.rollout.temperature)
-            mask = jnp.asarray(t.loss_mask[1:], jnp.float32)
-            ratio = jnp.exp(logprob - jnp.asarray(t.logprobs[1:], jnp.float32))
-            bounded = jnp.clip(ratio, 1 - config.train.clip_low, 1 + config.train.clip_high)
-            token = -jnp.minimum(ratio * advantage, bounded * advantage)
-            total += jnp.sum(mask * (token - config.train.entropy_coef * entropy))
-            count += sum(t.loss_mask)
-    return total / count
+            if columns["kept"][0] and t.valid:
+                parts.append(naive_policy(config)(params, alone(t), jnp.float32(advantage)))
+                tokens += sum(t.loss_mask)
+    return mean_of(parts, tokens)
 
 
-@pytest.mark.parametrize("mode", ["none", "downweight", "sum_preserving"])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.02])
+@pytest.mark.parametrize(
+    ("mode", "entropy_coef"), [("none", 0.0), ("downweight", 0.0), ("sum_preserving", 0.0), ("none", 0.02)]
+)
 def test_loss_and_gradient_are_the_naive_ones(mode: str, entropy_coef: float) -> None:
     config, verdicts = settings(mode=mode, entropy_coef=entropy_coef), Verdicts()
     params = state_for(config, one_device()).params
-    loss, grads = jax.value_and_grad(naive_loss)(params, config, GROUPS, verdicts)
+    loss, grads = naive_step(params, config, GROUPS, verdicts)
     state, metrics, _ = run(config, pack_for(config, GROUPS), verdicts)
-    assert metrics["pg_loss"] - entropy_coef * metrics["entropy"] == pytest.approx(float(loss), abs=2e-6)
-    expected = {
-        jax.tree_util.keystr(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-    }
-    assert_close(gradient(state), expected, tolerance=2e-5)
+    assert metrics["pg_loss"] - entropy_coef * metrics["entropy"] == pytest.approx(loss, abs=2e-6)
+    assert_close(gradient(state), grads, tolerance=2e-5)
 
 
 def test_the_result_does_not_depend_on_the_microbatch() -> None:
     groups = make_groups("pfpfpf", "ffpfpp", "pffffp", longest=45, seed=4)
     results = {}
-    for rows in (1, 2, 4, 8):
+    for rows in (1, 2, 8):
         config = settings(microbatch_rows=rows)
         batch = pack_for(config, groups)
         assert (batch.segment_BT.max(axis=1) > 0).sum() > 4, "several microbatches must hold something"
         state, metrics, _ = run(config, batch, Verdicts())
         results[rows] = gradient(state) | {"loss": np.float32([metrics["pg_loss"]])}
-    for rows in (1, 2, 4):
+    for rows in (1, 2):
         assert_close(results[rows], results[8], tolerance=1e-6 * 4)
 
 
@@ -109,7 +157,7 @@ def test_a_larger_bucket_changes_nothing() -> None:
 
 @pytest.mark.parametrize("outcomes", [("ppp", "ff"), ("i", "iii"), ()])
 def test_a_batch_without_a_kept_group_changes_nothing(outcomes: tuple[str, ...]) -> None:
-    config = settings(optimizer={"weight_decay": 0.1})
+    config = settings()
     before = jax.device_get(state_for(config, one_device()))
     after, metrics, credit = run(config, pack_for(config, make_groups(*outcomes)), Verdicts())
     for a, b in zip(
@@ -156,9 +204,8 @@ def test_verdicts_are_asked_for_by_ticket_and_used() -> None:
     batch = pack_for(config, GROUPS)
     _, metrics, credit = run(config, batch, verdicts)
     (asked,) = verdicts.asked
-    assert [a.tolist() for a in asked] == [
-        x.tolist() for x in (batch.ticket_N, batch.member_N, batch.ticket_G)
-    ]
+    tickets = (batch.ticket_N, batch.member_N, batch.ticket_G)
+    assert [a.tolist() for a in asked] == [t.tolist() for t in tickets]
     # Group 0: R = 1 0 1 0 and f = 1, .4 of the passed; λ = 2 / 1.4.
     np.testing.assert_allclose(credit.advantage_N[:4], [1 / 1.4, -0.5, 0.4 / 1.4, -0.5], rtol=1e-6)
     assert credit.scale_G[0] == pytest.approx(2 / 1.4)
@@ -190,12 +237,13 @@ def test_an_external_answer_counts_as_failed() -> None:
 def as_sampled(config: Config, groups: list[Group], version: int) -> list[Group]:
     """The same groups with the log-probs that the initial parameters give."""
     params = state_for(config, one_device()).params
+    predict = jax.jit(lambda p, one: naive_logprobs(config, p, one, config.rollout.temperature)[0])
     changed = []
     for group in groups:
         members = []
         for t in group.trajectories:
-            logprob, _ = naive_logprobs(config, params, t.tokens, config.rollout.temperature)
-            values = [0.0, *(np.asarray(logprob) * np.float32(t.loss_mask[1:])).tolist()]
+            logprob = np.asarray(predict(params, alone(t)))[: len(t.tokens) - 1]
+            values = [0.0, *(logprob * np.float32(t.loss_mask[1:])).tolist()]
             members.append(dataclasses.replace(t, logprobs=values, version=version))
         changed.append(dataclasses.replace(group, trajectories=members))
     return changed
@@ -261,29 +309,20 @@ def test_the_supervised_loss_is_the_naive_one_and_falls() -> None:
     params = state_for(config, mesh).params
     state = restart(config.model, optimizer, params, mesh)
 
-    def naive(params: nnx.State) -> jax.Array:
-        total, count = jnp.zeros(()), 0
-        for t in GROUPS[2].trajectories:
-            logprob, _ = naive_logprobs(config, params, t.tokens, 1.0)
-            total -= jnp.sum(logprob * jnp.asarray(t.loss_mask[1:], jnp.float32))
-            count += sum(t.loss_mask)
-        return total / count
-
-    loss, grads = jax.value_and_grad(naive)(params)
+    members = GROUPS[2].trajectories
+    loss, grads = mean_of(
+        [naive_supervised(config)(params, alone(t)) for t in members], sum(sum(t.loss_mask) for t in members)
+    )
     step = make_sft_step(config, transformer.abstract(config.model)[0], mesh)
     state, metrics = step(state, supervised_batch())
-    expected = {
-        jax.tree_util.keystr(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-    }
-    assert floats(metrics)["nll"] == pytest.approx(float(loss), rel=1e-5)
-    assert_close(gradient(jax.device_get(state)), expected, tolerance=2e-5)
+    assert floats(metrics)["nll"] == pytest.approx(loss, rel=1e-5)
+    assert_close(gradient(jax.device_get(state)), grads, tolerance=2e-5)
     for _ in range(19):
         state, metrics = step(state, supervised_batch())
-    assert floats(metrics)["nll"] < 0.8 * float(loss)
+    assert floats(metrics)["nll"] < 0.8 * loss
 
 
-def test_a_stage_starts_from_copies(tmp_path: object) -> None:
+def test_a_stage_starts_from_copies() -> None:
     """The warm start's parameters survive the donation of the next stage's state."""
     config, mesh = settings(), one_device()
     warm = state_for(config, mesh)
