@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -69,7 +70,7 @@ def build(tasks: dict[str, Any], *, confinement: str, progress: Progress) -> Pat
       progress: called with (done, total, message).
 
     Raises:
-      BuildError: fewer than half of the packages are usable, or no bug was admitted.
+      BuildError: fewer than half of the packages are usable, no bug was admitted, or the disk is full.
       ConfinementError: this machine cannot confine as asked.
     """
     target = Path(tasks["dir"] or default_dir(tasks)).expanduser().resolve()
@@ -84,9 +85,16 @@ def build(tasks: dict[str, Any], *, confinement: str, progress: Progress) -> Pat
                 f"{target}: not empty, and no task folder (it has no tasks.jsonl). Choose another tasks.dir."
             )
         work = target.with_name(f"{target.name}.building")
-        _Builder(
-            tasks, work, target.parent.parent / "sdists" if tasks["dir"] is None else work / "sdists"
-        ).build(confinement, progress)
+        sdists = target.parent.parent / "sdists" if tasks["dir"] is None else work / "sdists"
+        try:
+            _Builder(tasks, work, sdists).build(confinement, progress)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            raise BuildError(
+                f"{work}: {error.strerror}. What is finished stays there: make room, and the same command goes "
+                "on; or set tasks.dir to another disk."
+            ) from error
         if target.exists():
             target.rmdir()
         work.rename(target)

@@ -10,6 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from gagar_jax.types import UserError
+
+
+class UnknownPackage(UserError):
+    """A setting names a package that the catalogue does not have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Package:
@@ -163,11 +169,11 @@ def select(names: tuple[str, ...]) -> list[Package]:
     """The named packages, in the order given; all of them for an empty tuple.
 
     Raises:
-      ValueError: a name is not in the catalogue.
+      UnknownPackage: a name is not in the catalogue.
     """
     unknown = [name for name in names if name not in CATALOGUE]
     if unknown:
-        raise ValueError(
+        raise UnknownPackage(
             f"tasks.packages: unknown {', '.join(unknown)}; the catalogue has {', '.join(CATALOGUE)}"
         )
     return [CATALOGUE[name] for name in names] or list(CATALOGUE.values())

@@ -19,7 +19,7 @@ from typing import Any
 from envs.coding import tools
 from envs.coding.env import CodeRepairEnv
 from envs.coding.shared import function_window
-from envs.coding.tasks import PackageTree, TaskError, test_name
+from envs.coding.tasks import PackageTree, TaskError, load_tasks, test_name
 from gagar_jax.types import Demonstration, parse_python
 
 logger = logging.getLogger(__name__)
@@ -230,11 +230,17 @@ def demonstrations(
       TaskError: a task is unknown, or the environment failed on more than a tenth of the demonstrations.
     """
     total, made, given_up = len(instance_ids) * per_task, [], 0
+    packages = {task["instance_id"]: task["package"] for task in load_tasks(tasks_dir)}
+    # Neighbours share a package, so that a worker keeps to one test server at a time.
+    ordered = sorted(instance_ids, key=lambda instance_id: packages.get(instance_id, ""))
+    size = -(-len(ordered) // workers)
+    report = _Count(total, progress)
     with ThreadPoolExecutor(workers, thread_name_prefix="gagar-demonstrate") as pool:
-        shares = [list(instance_ids[n::workers]) for n in range(workers)]
         queues = [
-            pool.submit(_worker, tasks_dir, env_kwargs, share, per_task, clean_share, seed, report)
-            for share, report in zip(shares, [_Count(total, progress)] * workers, strict=True)
+            pool.submit(
+                _worker, tasks_dir, env_kwargs, ordered[n : n + size], per_task, clean_share, seed, report
+            )
+            for n in range(0, len(ordered), size)
         ]
         by_task: dict[str, list[Demonstration]] = {}
         for queue in queues:

@@ -165,7 +165,7 @@ def _tree(function_text: str) -> str | None:
         warnings.simplefilter("error")
         try:
             tree = parse_python(source)
-            compile(tree, "<mutant>", "exec", dont_inherit=True)
+            compile(source, "<mutant>", "exec", dont_inherit=True)
         except (SyntaxError, ValueError):  # `break` left outside a loop, `is` with a literal, …
             return None
     return ast.dump(tree)

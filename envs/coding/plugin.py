@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from envs.coding import build, demonstrations, tasks
 from envs.coding.demonstrations import Problem
 from envs.coding.shared import make_prompt
 from envs.coding.tools import GRAMMAR
+from envs.coding.workspace import scratch_folder
+from envs.sandbox import ConfinementError, detect
 from gagar_jax.types import Demonstration
 
 _ENV_KEYS = ("confinement", "max_turns", "tool_time_s", "observation_chars", "locate")
@@ -70,6 +74,21 @@ class CodeRepair:
             workers=env["workers"],
             progress=progress,
         )
+
+    def doctor(self) -> list[tuple[str, bool | None, str]]:
+        """What this machine has for code repair: pip, confinement, and where working copies go."""
+        rows: list[tuple[str, bool | None, str]] = []
+        pip = importlib.util.find_spec("pip") is not None
+        rows.append(("pip", pip, importlib.metadata.version("pip") if pip else "run `python -m ensurepip`"))
+        try:
+            rows.append(("confinement", True, detect("auto")))
+        except ConfinementError as error:
+            rows.append(("confinement", False, str(error)))
+        scratch = scratch_folder()
+        in_memory = scratch == "/dev/shm"
+        text = scratch if in_memory else f"{scratch}; a roomy /dev/shm would make episodes start faster"
+        rows.append(("working copies", True if in_memory else None, text))
+        return rows
 
 
 CODE_REPAIR = CodeRepair()

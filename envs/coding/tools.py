@@ -355,8 +355,8 @@ def parses(lines: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _parse(text: str) -> ast.Module | None:
     try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
+        return parse_python(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 

@@ -40,14 +40,28 @@ class GroupAdvantages(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The inputs after steps 1 and 2."""
+    """The inputs after step 1. What follows from them is computed where it is read: storing it costs more."""
 
     reward_N: jax.Array
+    outcome_N: jax.Array  # the tests' verdict
     quality_N: jax.Array
-    scored_N: jax.Array  # valid and not external: the reward counts as it is (otherwise as 0)
-    passed_N: jax.Array
-    valid_N: jax.Array
     group_id_N: jax.Array
+    valid_N: jax.Array
+    external_N: jax.Array
+
+    def scored(self) -> jax.Array:
+        """Rows whose reward counts as it is. Step 2: that of an external row is 0."""
+        return self.valid_N & ~self.external_N
+
+    def reward(self) -> jax.Array:
+        return jnp.where(self.scored(), self.reward_N, 0.0)
+
+    def passed(self) -> jax.Array:
+        """Step 2: an external row has failed."""
+        return self.outcome_N & self.scored()
+
+    def proper(self) -> jax.Array:
+        return (self.quality_N > 0) & (self.quality_N <= 1)
 
 
 class _Sums(NamedTuple):
@@ -146,56 +160,49 @@ def _advantages(
     mode: Mode,
     lambda_max: float,
 ) -> GroupAdvantages:
-    # Steps 1 and 2: invalid rows leave, external rows fail with reward 0.
+    # Step 1: invalid rows leave. (Step 2, external rows fail with reward 0, is in `_Rows`.)
     valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
-    scored_N = valid_N & ~external_N
-    rows = _Rows(reward_N, quality_N, scored_N, passed_N & scored_N, valid_N, group_id_N)
+    rows = _Rows(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)
     # Steps 3 to 6, up to what every row must know of its group.
     cap = jnp.asarray(lambda_max, jnp.float32)
     table_G3, groups = _group_statistics(mode, num_groups, rows, graded_G, cap)
     mean_N, scale_N, centre_N = to_rows(table_G3, group_id_N)
     # A_i = R_i − R̄;  B_i = λ f_i A⁺_i for passed, A_i for failed;  A*_i = B_i − mean(B).
-    centred_N = _reward(rows) - mean_N
-    credit_N = jnp.where(_proper(rows), quality_N, 1.0) * jnp.maximum(centred_N, 0.0)
-    shared_N = jnp.where(rows.passed_N & (scale_N > 0), scale_N * credit_N, centred_N)
+    centred_N = rows.reward() - mean_N
+    credit_N = jnp.where(rows.proper(), quality_N, 1.0) * jnp.maximum(centred_N, 0.0)
+    shared_N = jnp.where(rows.passed() & (scale_N > 0), scale_N * credit_N, centred_N)
     trained_N = valid_N & (scale_N >= 0)
     return groups._replace(advantage_N=jnp.where(trained_N, shared_N - centre_N, 0.0), trained_N=trained_N)
-
-
-def _reward(rows: _Rows) -> jax.Array:
-    return jnp.where(rows.scored_N, rows.reward_N, 0.0)
-
-
-def _proper(rows: _Rows) -> jax.Array:
-    return (rows.quality_N > 0) & (rows.quality_N <= 1)
 
 
 def _two_passes(rows: _Rows, num_groups: int) -> _Sums:
     """Any rewards. The rounding error of the first pass's mean is summed by the second, and taken out."""
     sums = functools.partial(group_sums, group_id_N=rows.group_id_N, num_groups=num_groups)
-    reward_N = _reward(rows)
-    size_G, passes_G = group_counts(rows.valid_N, rows.passed_N, rows.group_id_N, num_groups=num_groups)
+    reward_N = rows.reward()
+    size_G, passes_G = group_counts(rows.valid_N, rows.passed(), rows.group_id_N, num_groups=num_groups)
     mean_G = sums(reward_N) / jnp.maximum(size_G, 1.0)
     (mean_N,) = to_rows(mean_G[:, None], rows.group_id_N)
     centred_N = jnp.where(rows.valid_N, reward_N - mean_N, 0.0)
-    gain_N = jnp.where(rows.passed_N, jnp.maximum(centred_N, 0.0), 0.0)
-    proper_N = _proper(rows)
+    gain_N = jnp.where(rows.passed(), jnp.maximum(centred_N, 0.0), 0.0)
+    loss_N = jnp.where(rows.passed(), jnp.minimum(centred_N, 0.0), 0.0)
+    proper_N = rows.proper()
     credit_N = jnp.where(proper_N, rows.quality_N, 1.0) * gain_N
     return _Sums(
         size_G=size_G,
         passes_G=passes_G,
         mean_G=mean_G,
         gain_G=sums(gain_N),
-        credit_G=sums(jnp.where(rows.passed_N & ~proper_N, -jnp.inf, credit_N)),
-        loss_G=sums(jnp.where(rows.passed_N, jnp.minimum(centred_N, 0.0), 0.0)),
+        credit_G=sums(jnp.where(rows.passed() & ~proper_N, -jnp.inf, credit_N)),
+        # A passed row below its group's mean is rare: without any, a scatter is saved.
+        loss_G=jax.lax.cond(jnp.any(loss_N < 0), sums, lambda _: jnp.zeros_like(mean_G), loss_N),
         error_G=sums(centred_N),
     )
 
 
 def _one_pass(rows: _Rows, num_groups: int) -> _Sums:
     """Rewards that are exactly 1 for passed and 0 for the rest."""
-    size_G, passes_G = group_counts(rows.valid_N, rows.passed_N, rows.group_id_N, num_groups=num_groups)
-    quality_N = jnp.where(rows.passed_N, jnp.where(_proper(rows), rows.quality_N, -jnp.inf), 0.0)
+    size_G, passes_G = group_counts(rows.valid_N, rows.passed(), rows.group_id_N, num_groups=num_groups)
+    quality_N = jnp.where(rows.passed(), jnp.where(rows.proper(), rows.quality_N, -jnp.inf), 0.0)
     quality_G = group_sums(quality_N, rows.group_id_N, num_groups=num_groups)
     mean_G = passes_G / jnp.maximum(size_G, 1.0)
     # 0 · −∞ cannot be: a group with a void coefficient and mean 1 is dropped, but its sum must not be NaN.
@@ -245,7 +252,7 @@ def _group_statistics(
     mode: Mode, num_groups: int, rows: _Rows, graded_G: jax.Array, cap: jax.Array
 ) -> tuple[jax.Array, GroupAdvantages]:
     """`_redistribution` of one pass or two. Both branches end in small tables that the rows then read."""
-    binary = jnp.all(~rows.scored_N | (rows.reward_N == rows.passed_N.astype(jnp.float32)))
+    binary = jnp.all(~rows.scored() | (rows.reward_N == rows.passed().astype(jnp.float32)))
     return jax.lax.cond(
         binary,
         lambda: _redistribution(_one_pass(rows, num_groups), graded_G, cap, mode),

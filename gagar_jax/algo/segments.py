@@ -57,18 +57,19 @@ def group_counts(
     Returns:
       (size_G, passes_G), float32.
     """
-    valid_N, passed_N = valid_N.astype(jnp.int32), passed_N.astype(jnp.int32)
-    packed_G = group_sums(valid_N + (passed_N << _HALF), group_id_N, num_groups=num_groups)
+
+    def count(flag_N: jax.Array) -> jax.Array:
+        return group_sums(flag_N.astype(jnp.int32), group_id_N, num_groups=num_groups)
+
+    both_N = valid_N.astype(jnp.int32) + (passed_N.astype(jnp.int32) << _HALF)
+    packed_G = group_sums(both_N, group_id_N, num_groups=num_groups)
     low_G = packed_G & ((1 << _HALF) - 1)
     packed = (low_G, jax.lax.shift_right_logical(packed_G, jnp.int32(_HALF)))
     if valid_N.shape[0] >= 1 << _HALF:
         packed = jax.lax.cond(
-            jnp.sum(low_G) == jnp.sum(valid_N),
+            jnp.sum(low_G) == jnp.sum(valid_N, dtype=jnp.int32),
             lambda: packed,
-            lambda: (
-                group_sums(valid_N, group_id_N, num_groups=num_groups),
-                group_sums(passed_N, group_id_N, num_groups=num_groups),
-            ),
+            lambda: (count(valid_N), count(passed_N)),
         )
     return packed[0].astype(jnp.float32), packed[1].astype(jnp.float32)
 

@@ -16,4 +16,12 @@ class Bench(NamedTuple):
     run: Callable[[Sequence[str]], int]
 
 
-BENCHES: dict[str, Bench] = {}
+def _advantages(arguments: Sequence[str]) -> int:
+    from gagar_jax.bench.advantages import main
+
+    return main(arguments)
+
+
+BENCHES: dict[str, Bench] = {
+    "advantages": Bench("group advantages for arbitrary ids, against naive versions and peers", _advantages),
+}

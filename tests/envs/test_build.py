@@ -6,7 +6,10 @@ import io
 import json
 import subprocess
 import tarfile
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,7 +163,7 @@ def test_unsafe_archives_are_refused(tmp_path: Path, name: str, kind: bytes, mes
 
 
 def test_unknown_package_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown nope; the catalogue has toolz"):
+    with pytest.raises(catalogue.UnknownPackage, match=r"unknown nope; the catalogue has toolz"):
         catalogue.select(("nope",))
 
 
@@ -206,3 +209,55 @@ def test_the_fixed_file_is_not_among_the_objects() -> None:
         assert b"commit" in objects
     finally:
         templates.close()
+
+
+def test_a_killed_build_goes_on_and_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    admit = admission.admit
+
+    def killed_at_the_third(tree: Any, candidate: admission.Candidate, *rest: Any, **settings: Any) -> Any:
+        if len(tried) == 2:
+            raise KeyboardInterrupt
+        tried.append(candidate.key)
+        return admit(tree, candidate, *rest, **settings)
+
+    monkeypatch.setattr(admission, "admit", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        build_tasks(tmp_path / "tasks", [make_sdist(tmp_path / "sdists")], tmp_path / "sdists", workers=1)
+    assert not (tmp_path / "tasks").exists()
+    monkeypatch.setattr(admission, "admit", lambda *a, **k: tried.append(a[1].key) or admit(*a, **k))
+    (tmp_path / "tasks.building" / "sdists").rename(tmp_path / "sdists")
+    folder = build_tasks(tmp_path / "tasks", [make_sdist(tmp_path / "other")], tmp_path / "sdists", workers=1)
+    assert len(tried) == len(set(tried)), "a function was tried again"
+    assert (folder / "tasks.jsonl").read_bytes() == (tiny_tasks() / "tasks.jsonl").read_bytes()
+
+
+def test_builders_of_one_folder_wait_for_each_other(tmp_path: Path) -> None:
+    folder, changes = tmp_path / "tasks", {"max_tasks": 4}
+    package = make_sdist(tmp_path / "sdists")
+    first = threading.Thread(
+        target=build_tasks, args=(folder, [package], tmp_path / "sdists"), kwargs=changes
+    )
+    first.start()
+    while not folder.with_name("tasks.lock").exists():
+        time.sleep(0.005)
+    said: list[str] = []
+    built = build.build(
+        tiny.settings(folder, **changes), confinement="auto", progress=lambda *a: said.append(a[2])
+    )
+    first.join()
+    assert built == folder
+    assert said == ["waiting for another build of the same tasks"]
+    assert len(load_tasks(folder)) == 4
+
+
+def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "write_jsonl", full)
+    with pytest.raises(BuildError, match=r"No space left on device\. What is finished stays there"):
+        build_tasks(tmp_path / "tasks", [make_sdist(tmp_path / "sdists")], tmp_path / "sdists", max_tasks=2)
+    assert (tmp_path / "tasks.building").is_dir()

@@ -102,3 +102,9 @@ def test_the_corpus_holds_sources_prompts_and_actions() -> None:
     assert any(text.startswith(("edit ", "insert ")) for text in texts)
     unseen = next(t["qualname"] for t in load_tasks(tiny_tasks()) if t["split"] == "unseen_function")
     assert f"tiny/__init__.py {unseen}\n" not in joined
+
+
+def test_the_doctor_sees_pip_and_confinement() -> None:
+    rows = {name: (ok, text) for name, ok, text in CODE_REPAIR.doctor()}
+    assert rows["pip"][0]
+    assert rows["confinement"] == (True, rows["confinement"][1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import tarfile
 import tempfile
 from pathlib import Path
@@ -133,9 +134,9 @@ def build_tasks(folder: Path, packages: list[Package], sdists: Path, **changes: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalogue, "CATALOGUE", {package.name: package for package in packages})
         work = folder.with_name(f"{folder.name}.building")
-        (work / "packages").mkdir(parents=True)
+        (work / "packages").mkdir(parents=True, exist_ok=True)
         task_settings = settings(folder, **changes)
-        (work / "recipe.json").write_text(build.json.dumps(build.recipe(task_settings)))
+        (work / "recipe.json").write_text(json.dumps(build.recipe(task_settings)))
         sdists.rename(work / "sdists")
         return build.build(task_settings, confinement="auto", progress=quiet)
 

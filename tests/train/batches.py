@@ -83,7 +83,7 @@ def pack_for(
     )
 
 
-class _Desk:
+class Desk:
     """Where the compiled step asks for verdicts; tests put theirs here, so that a program serves many."""
 
     verdicts: Verdicts
@@ -93,8 +93,9 @@ class _Desk:
 
 
 @functools.cache
-def _compiled(config: Config, mesh: Mesh) -> tuple[Any, _Desk]:
-    desk = _Desk()
+def compiled(config: Config, mesh: Mesh) -> tuple[Any, Desk]:
+    """The step of these settings, compiled once in a test run, and its desk."""
+    desk = Desk()
     return make_train_step(config, transformer.abstract(config.model)[0], mesh, desk.redeem), desk
 
 
@@ -107,7 +108,7 @@ def run(
 ) -> tuple[TrainState, dict[str, float], Credit]:
     """One step from a fresh (or the given) state, everything brought back to the host."""
     mesh = mesh or one_device()
-    step, desk = _compiled(config, mesh)
+    step, desk = compiled(config, mesh)
     desk.verdicts = verdicts
     state, metrics, credit = step(state or state_for(config, mesh), batch)
     return jax.device_get(state), floats(metrics), jax.device_get(credit)
