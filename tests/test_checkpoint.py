@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from gagar_jax.checkpoint import Checkpoints
 from gagar_jax.model import sharding
@@ -60,7 +61,8 @@ def test_a_checkpoint_goes_onto_another_mesh(tmp_path: Path) -> None:
     Checkpoints(tmp_path, keep=1).save(1, saved, {})
     found = Checkpoints(tmp_path, keep=1).restore(abstract(sharding.make_mesh(data=4, model=2)))
     assert found is not None
-    assert found.state.params["blocks"]["up"].get_value().sharding.spec == (None, None, "model")
+    up = found.state.params["blocks"]["up"].get_value()
+    assert up.sharding.spec == PartitionSpec(None, None, "model")
     assert_equal(jax.device_get(found.state), jax.device_get(saved))
 
 
@@ -162,10 +164,12 @@ def test_saving_a_million_parameters_takes_less_than_a_second(tmp_path: Path) ->
 
 FULL_DISK = """
 import sys, pathlib
+from jax.sharding import PartitionSpec
+
 from gagar_jax.checkpoint import Checkpoints
 from gagar_jax.metrics import DiskFull
 from tests.train.batches import one_device, settings, state_for
-checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=9)
+checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=99)
 state = state_for(settings(model={"width": 128}), one_device())
 try:
     for step in range(1, 99):

@@ -92,8 +92,8 @@ def build(tasks: dict[str, Any], *, confinement: str, progress: Progress) -> Pat
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
             raise BuildError(
-                f"{work}: {error.strerror}. What is finished stays there: make room, and the same command goes "
-                "on; or set tasks.dir to another disk."
+                f"{work}: {error.strerror}. What is finished stays there: make room, and the same command "
+                "goes on; or set tasks.dir to another disk."
             ) from error
         if target.exists():
             target.rmdir()

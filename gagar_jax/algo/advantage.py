@@ -12,6 +12,7 @@ Ours, beyond the paper:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import chex
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from gagar_jax.algo.segments import group_counts, group_sums, to_rows
 
@@ -49,19 +51,19 @@ class _Rows(NamedTuple):
     valid_N: jax.Array
     external_N: jax.Array
 
-    def scored(self) -> jax.Array:
-        """Rows whose reward counts as it is. Step 2: that of an external row is 0."""
-        return self.valid_N & ~self.external_N
-
     def reward(self) -> jax.Array:
-        return jnp.where(self.scored(), self.reward_N, 0.0)
+        """Step 2: an external row's reward is 0. So is, here, an invalid row's."""
+        return jnp.where(self.valid_N & ~self.external_N, self.reward_N, 0.0)
 
     def passed(self) -> jax.Array:
         """Step 2: an external row has failed."""
-        return self.outcome_N & self.scored()
+        return self.outcome_N & self.valid_N & ~self.external_N
 
     def proper(self) -> jax.Array:
         return (self.quality_N > 0) & (self.quality_N <= 1)
+
+    def coefficient(self) -> jax.Array:
+        return jnp.where(self.proper(), self.quality_N, 1.0)
 
 
 class _Sums(NamedTuple):
@@ -77,13 +79,13 @@ class _Sums(NamedTuple):
 
 
 def group_advantages(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
     mode: Mode = "sum_preserving",
@@ -141,9 +143,8 @@ def group_advantages(
     if not sharding.mesh.explicit_axes:
         return compute(*inputs)
     by_row, everywhere = (NamedSharding(sharding.mesh, spec) for spec in (sharding.spec, P()))
-    out = GroupAdvantages(
-        *(by_row if name.endswith("_N") else everywhere for name in GroupAdvantages._fields)
-    )
+    by_name = {name: by_row if name.endswith("_N") else everywhere for name in GroupAdvantages._fields}
+    out = GroupAdvantages(**by_name)  # type: ignore[arg-type]
     return jax.sharding.auto_axes(compute, out_sharding=out)(*inputs)
 
 
@@ -160,7 +161,7 @@ def _advantages(
     mode: Mode,
     lambda_max: float,
 ) -> GroupAdvantages:
-    # Step 1: invalid rows leave. (Step 2, external rows fail with reward 0, is in `_Rows`.)
+    # Step 1: invalid rows, padding and rewards that are not finite leave. Step 2 is in `_Rows`.
     valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
     rows = _Rows(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)
     # Steps 3 to 6, up to what every row must know of its group.
@@ -168,47 +169,50 @@ def _advantages(
     table_G3, groups = _group_statistics(mode, num_groups, rows, graded_G, cap)
     mean_N, scale_N, centre_N = to_rows(table_G3, group_id_N)
     # A_i = R_i − R̄;  B_i = λ f_i A⁺_i for passed, A_i for failed;  A*_i = B_i − mean(B).
-    centred_N = rows.reward() - mean_N
-    credit_N = jnp.where(rows.proper(), quality_N, 1.0) * jnp.maximum(centred_N, 0.0)
-    shared_N = jnp.where(rows.passed() & (scale_N > 0), scale_N * credit_N, centred_N)
-    trained_N = valid_N & (scale_N >= 0)
+    shares_N = rows.passed() & (scale_N > 0)
+    factor_N = jnp.where(shares_N, scale_N * rows.coefficient(), 1.0)
+    shared_N = factor_N * jnp.maximum(rows.reward() - mean_N, jnp.where(shares_N, 0.0, -jnp.inf))
+    trained_N = rows.valid_N & (scale_N >= 0)
     return groups._replace(advantage_N=jnp.where(trained_N, shared_N - centre_N, 0.0), trained_N=trained_N)
 
 
 def _two_passes(rows: _Rows, num_groups: int) -> _Sums:
     """Any rewards. The rounding error of the first pass's mean is summed by the second, and taken out."""
-    sums = functools.partial(group_sums, group_id_N=rows.group_id_N, num_groups=num_groups)
-    reward_N = rows.reward()
-    size_G, passes_G = group_counts(rows.valid_N, rows.passed(), rows.group_id_N, num_groups=num_groups)
-    mean_G = sums(reward_N) / jnp.maximum(size_G, 1.0)
-    (mean_N,) = to_rows(mean_G[:, None], rows.group_id_N)
-    centred_N = jnp.where(rows.valid_N, reward_N - mean_N, 0.0)
-    gain_N = jnp.where(rows.passed(), jnp.maximum(centred_N, 0.0), 0.0)
-    loss_N = jnp.where(rows.passed(), jnp.minimum(centred_N, 0.0), 0.0)
-    proper_N = rows.proper()
-    credit_N = jnp.where(proper_N, rows.quality_N, 1.0) * gain_N
-    return _Sums(
-        size_G=size_G,
-        passes_G=passes_G,
-        mean_G=mean_G,
-        gain_G=sums(gain_N),
-        credit_G=sums(jnp.where(rows.passed() & ~proper_N, -jnp.inf, credit_N)),
-        # A passed row below its group's mean is rare: without any, a scatter is saved.
-        loss_G=jax.lax.cond(jnp.any(loss_N < 0), sums, lambda _: jnp.zeros_like(mean_G), loss_N),
-        error_G=sums(centred_N),
-    )
+    size_G, passes_G, reward_G = _first_pass(_Rows.reward, rows, num_groups)
+    mean_G = reward_G / jnp.maximum(size_G, 1.0)
+
+    def columns(rows: _Rows) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        (mean_N,) = to_rows(mean_G[:, None], rows.group_id_N)
+        centred_N = jnp.where(rows.valid_N, rows.reward() - mean_N, 0.0)
+        gain_N = jnp.where(rows.passed(), jnp.maximum(centred_N, 0.0), 0.0)
+        credit_N = jnp.where(rows.passed() & ~rows.proper(), -jnp.inf, rows.coefficient() * gain_N)
+        loss_N = jnp.where(rows.passed(), jnp.minimum(centred_N, 0.0), 0.0)
+        return gain_N, credit_N, loss_N, centred_N
+
+    return _Sums(size_G, passes_G, mean_G, *group_sums(columns, rows, rows.group_id_N, num_groups=num_groups))
 
 
 def _one_pass(rows: _Rows, num_groups: int) -> _Sums:
     """Rewards that are exactly 1 for passed and 0 for the rest."""
-    size_G, passes_G = group_counts(rows.valid_N, rows.passed(), rows.group_id_N, num_groups=num_groups)
-    quality_N = jnp.where(rows.passed(), jnp.where(rows.proper(), rows.quality_N, -jnp.inf), 0.0)
-    quality_G = group_sums(quality_N, rows.group_id_N, num_groups=num_groups)
+
+    def quality(rows: _Rows) -> jax.Array:
+        return jnp.where(rows.passed(), jnp.where(rows.proper(), rows.quality_N, -jnp.inf), 0.0)
+
+    size_G, passes_G, quality_G = _first_pass(quality, rows, num_groups)
     mean_G = passes_G / jnp.maximum(size_G, 1.0)
     # 0 · −∞ cannot be: a group with a void coefficient and mean 1 is dropped, but its sum must not be NaN.
     credit_G = quality_G * jnp.maximum(1.0 - mean_G, _TINY)
     zero_G = jnp.zeros_like(mean_G)
     return _Sums(size_G, passes_G, mean_G, passes_G * (1.0 - mean_G), credit_G, loss_G=zero_G, error_G=zero_G)
+
+
+def _first_pass(
+    column: Callable[[_Rows], jax.Array], rows: _Rows, num_groups: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def flags(rows: _Rows) -> tuple[jax.Array, jax.Array]:
+        return rows.valid_N, rows.passed()
+
+    return group_counts(flags, column, rows, rows.group_id_N, num_groups=num_groups)
 
 
 def _redistribution(
@@ -252,7 +256,8 @@ def _group_statistics(
     mode: Mode, num_groups: int, rows: _Rows, graded_G: jax.Array, cap: jax.Array
 ) -> tuple[jax.Array, GroupAdvantages]:
     """`_redistribution` of one pass or two. Both branches end in small tables that the rows then read."""
-    binary = jnp.all(~rows.scored() | (rows.reward_N == rows.passed().astype(jnp.float32)))
+
+    binary = jnp.all(rows.reward() == rows.passed().astype(jnp.float32))
     return jax.lax.cond(
         binary,
         lambda: _redistribution(_one_pass(rows, num_groups), graded_G, cap, mode),

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gagar_jax.algo.advantage import GroupAdvantages
-from gagar_jax.algo.segments import group_sums, to_rows
+from gagar_jax.algo.segments import group_sum, to_rows
 
 _TINY = 1e-18
 
@@ -34,7 +35,7 @@ class _Batch(NamedTuple):
     passes_G: jax.Array
 
     def sums(self, column_N: jax.Array) -> jax.Array:
-        return group_sums(column_N, self.group_id_N, num_groups=self.size_G.shape[0])
+        return group_sum(column_N, self.group_id_N, num_groups=self.size_G.shape[0])
 
     def rows(self, column_G: jax.Array) -> jax.Array:
         return to_rows(column_G[:, None], self.group_id_N)[0]
@@ -44,11 +45,11 @@ class _Batch(NamedTuple):
 
 
 def _prepare(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
     *,
     num_groups: int,
 ) -> _Batch:
@@ -62,7 +63,7 @@ def _prepare(
     reward_N, passed_N = jnp.where(scored_N, reward_N, 0.0), passed_N & scored_N
 
     def sums(column_N: jax.Array) -> jax.Array:
-        return group_sums(column_N.astype(jnp.float32), group_id_N, num_groups=num_groups)
+        return group_sum(column_N.astype(jnp.float32), group_id_N, num_groups=num_groups)
 
     size_G = sums(valid_N)
     return _Batch(
@@ -105,7 +106,7 @@ def _standardised(
 
 
 def grpo(
-    reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *,
+    reward_N: ArrayLike, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *,
     num_groups: int, ddof: int = 0, epsilon: float = 1e-6,
 ) -> GroupAdvantages:  # fmt: skip
     """(R − R̄) / (std + ε). Groups with no more than `ddof` members get 0. Source: arXiv 2402.03300."""
@@ -114,13 +115,13 @@ def grpo(
 
 
 def trl(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:
@@ -132,13 +133,13 @@ def trl(
 
 
 def verl(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:
@@ -149,13 +150,13 @@ def verl(
 
 
 def dr_grpo(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:
@@ -165,13 +166,13 @@ def dr_grpo(
 
 
 def rloo(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:
@@ -182,13 +183,13 @@ def rloo(
 
 
 def gopo(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:
@@ -205,10 +206,10 @@ def gopo(
     )
     start_N = jax.lax.cummax(jnp.where(new_group_N, place_N, 0))
     tie_N = jnp.cumsum(new_tie_N, dtype=jnp.int32) - 1
-    first_T = group_sums(
+    first_T = group_sum(
         (place_N * new_tie_N.astype(jnp.int32)).astype(jnp.float32), tie_N, num_groups=max(rows, 1)
     )
-    length_T = group_sums(jnp.ones_like(reward_sorted), tie_N, num_groups=max(rows, 1))
+    length_T = group_sum(jnp.ones_like(reward_sorted), tie_N, num_groups=max(rows, 1))
     rank_sorted = (first_T + (length_T - 1.0) / 2.0)[tie_N] - start_N.astype(jnp.float32)
     rank_N = jnp.zeros_like(batch.reward_N).at[order_N].set(rank_sorted)
     size_N = batch.rows(batch.size_G)
@@ -217,13 +218,13 @@ def gopo(
 
 
 def papo(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
     epsilon: float = 1e-6,
@@ -242,13 +243,13 @@ def papo(
 
 
 def edas(
-    reward_N: jax.Array,
-    passed_N: jax.Array,
-    quality_N: jax.Array,
-    group_id_N: jax.Array,
-    valid_N: jax.Array,
-    external_N: jax.Array,
-    graded_G: jax.Array,
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
     *,
     num_groups: int,
 ) -> GroupAdvantages:

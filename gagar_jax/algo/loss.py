@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gagar_jax.algo.advantage import GroupAdvantages
-from gagar_jax.algo.segments import group_sums, to_rows
+from gagar_jax.algo.segments import group_sum, to_rows
 
 _LOG_RATIO_LIMIT = 20.0  # e²⁰ ≈ 5e8: a ratio beyond it is already absurd, and exp must not overflow
 
@@ -102,8 +102,8 @@ def token_weights(
         return weight_BT
     trajectory_id = trajectory_id_BT.astype(jnp.int32).reshape(-1)
     group_id_N = group_id_N.astype(jnp.int32)
-    tokens_N = group_sums(weight_BT.reshape(-1), trajectory_id, num_groups=group_id_N.shape[0])
-    tokens_G = group_sums(tokens_N, group_id_N, num_groups=num_groups)
+    tokens_N = group_sum(weight_BT.reshape(-1), trajectory_id, num_groups=group_id_N.shape[0])
+    tokens_G = group_sum(tokens_N, group_id_N, num_groups=num_groups)
     (tokens_N,) = to_rows(tokens_G[:, None], group_id_N)
     (tokens,) = to_rows(tokens_N[:, None], trajectory_id)
     # A token of no group belongs to no mean; one of a real group finds at least itself in the count.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gagar_jax.algo.segments import group_sums, to_rows
+from gagar_jax.algo.segments import group_sum, to_rows
 
 _TINY = 1e-18
 
@@ -60,7 +60,7 @@ def length_penalty(
     passed_N = jnp.asarray(passed_N) & valid_N
 
     def sums(column_N: jax.Array) -> jax.Array:
-        return group_sums(column_N.astype(jnp.float32), group_id_N, num_groups=num_groups)
+        return group_sum(column_N.astype(jnp.float32), group_id_N, num_groups=num_groups)
 
     size_G, passes_G = sums(valid_N), sums(passed_N)
     target_G = _quantiles(length_N, passed_N, group_id_N, passes_G, quantile)

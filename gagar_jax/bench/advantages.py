@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -35,16 +36,11 @@ SLOW_ROWS = 100_000  # Python loops are not run on more rows than this
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark; see `--help`."""
     options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     found, absent = contenders.peers()
     fields = contenders.own() + found
-    result: Record = {
-        "machine": _machine(),
-        "absent": absent,
-        "sizes": [],
-        "grid": [],
-        "broadcast": [],
-        "tpu": [],
-    }
+    result: Record = {"machine": _machine(), "absent": absent}
+    result |= {"sizes": [], "grid": [], "broadcast": [], "tpu": []}
     sections = [tables.heading(result)]
     if not options.only or "sizes" in options.only:
         for shaped in (False, True):
@@ -64,10 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     if not options.only or "parity" in options.only:
         sections.append("Advantages of the same groups by every estimator:\n\n" + parity.parity_table())
     if options.tpu is not None or "tpu" in (options.only or ()):
-        rows, names = 1_048_576, options.tpu or topologies.TOPOLOGIES
-        result["tpu"] = [topologies.compile_for(t, rows=rows, group_size=16)._asdict() for t in names]
+        names = options.tpu or topologies.TOPOLOGIES
+        result["tpu"] = [
+            topologies.compile_for(t, rows=topologies.ROWS, group_size=16)._asdict() for t in names
+        ]
         compiled = [topologies.Compiled(**r) for r in result["tpu"]]
-        sections.append(topologies.topology_table(compiled, rows=rows))
+        sections.append(topologies.topology_table(compiled, rows=topologies.ROWS))
     print("\n\n".join(sections))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -81,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gagar bench advantages",
-        description="Times group advantages for arbitrary group ids against naive versions and other libraries. "
-        "Peers are measured where they are installed (extra 'bench'); the output says which are not.",
+        description="Times group advantages for arbitrary ids against naive versions and other "
+        "libraries. Peers are measured where installed (extra 'bench'); the output says which are not.",
         epilog="Examples:\n"
         "  gagar bench advantages --sizes 4096 65536\n"
         "  gagar bench advantages --json out.json --plot out.svg\n"

@@ -73,7 +73,7 @@ def make_batch(
 def six_segment_sums(  # type: ignore[no-untyped-def]
     reward, passed, quality, ids, valid, external, graded, *, num_groups
 ):
-    """The method written the obvious way in JAX: a segment sum for each statistic, indexing to read it back."""
+    """The method written the obvious way in JAX: a segment sum a statistic, indexing to read it."""
 
     def total(column: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(column, ids, num_groups)
@@ -228,7 +228,7 @@ def peers() -> tuple[list[Contender], dict[str, str]]:
 
 
 def _verl(core_algos: Any) -> list[Contender]:
-    import torch
+    import torch  # type: ignore[import-not-found]
 
     def call(function: Callable[..., Any], text_ids: bool) -> Callable[[Batch, int], Callable[[], Any]]:
         def prepare(batch: Batch, group_size: int) -> Callable[[], Any]:

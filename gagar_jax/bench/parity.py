@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import numpy as np
 
 from gagar_jax.algo.advantage import group_advantages
@@ -31,7 +32,7 @@ def parity_table() -> str:
         cells = []
         for reward, passed, quality in CASES.values():
             rows = len(reward)
-            out = method(
+            out = jax.jit(functools.partial(method, num_groups=1))(
                 np.array(reward, np.float32),
                 np.array(passed, bool),
                 np.array(quality, np.float32),
@@ -39,7 +40,6 @@ def parity_table() -> str:
                 np.ones(rows, bool),
                 np.zeros(rows, bool),
                 np.ones(1, bool),
-                num_groups=1,
             )
             cells.append(" ".join(f"{value + 0.0:.2f}" for value in np.round(out.advantage_N, 2)))
         lines.append(f"| {name} | {' | '.join(cells)} |")

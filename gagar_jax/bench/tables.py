@@ -35,8 +35,8 @@ def size_table(records: list[Record], *, shaped: bool) -> str:
     names = list(dict.fromkeys(name for r in records for name in r["median_ms"]))
     lines = [
         f"Milliseconds a call (median), groups of 16, {'shaped' if shaped else 'binary'} rewards; "
-        "in brackets the ratio to gagar_jax. Ids are shuffled, except where ‡ marks what needs equal groups side by side; "
-        "† only normalises.",
+        "in brackets the ratio to gagar_jax. Ids are shuffled, except for ‡, which needs equal groups side "
+        "by side; † only normalises.",
         "",
         f"| N | {' | '.join(format(r['rows'], ',') for r in records)} |",
         "|---" * (len(records) + 1) + "|",
@@ -140,11 +140,12 @@ def write_docs(folder: Path, result: Record) -> None:
         blocks["broadcast"] = broadcast_table(result["broadcast"])
     if result["tpu"]:
         blocks["tpu"] = topologies.topology_table(
-            [topologies.Compiled(**r) for r in result["tpu"]], rows=1_048_576
+            [topologies.Compiled(**r) for r in result["tpu"]], rows=topologies.ROWS
         )
     for name, block in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if not pattern.search(text):
+        found = pattern.search(text)
+        if not found:
             raise ValueError(f"{page}: no block between '<!-- {name} -->' and '<!-- end {name} -->'")
-        text = pattern.sub(lambda found, block=block: f"{found[1]}{block}\n{found[2]}", text)
+        text = f"{text[: found.start()]}<!-- {name} -->\n{block}\n<!-- end {name} -->{text[found.end() :]}"
     page.write_text(text)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,15 +20,22 @@ def test_group_sums(rows, groups):
     column = rng.standard_normal(rows).astype(np.float32)
     inside = (group_id >= 0) & (group_id < groups)
     expected = np.bincount(group_id[inside], column[inside].astype(np.float64), minlength=groups)
-    sums = segments.group_sums(jnp.asarray(column), jnp.asarray(group_id), num_groups=groups)
+    sums = segments.group_sum(jnp.asarray(column), jnp.asarray(group_id), num_groups=groups)
     assert sums.shape == (groups,)
     np.testing.assert_allclose(sums, expected, rtol=2e-6, atol=2e-5)
 
 
 def test_large_groups_do_not_lose_precision():
     """0.9 a million times: with a single float32 accumulator it is off by 0.1 % and more."""
-    total = segments.group_sums(jnp.full(1_000_000, 0.9), jnp.zeros(1_000_000, jnp.int32), num_groups=1)
+    total = segments.group_sum(jnp.full(1_000_000, 0.9), jnp.zeros(1_000_000, jnp.int32), num_groups=1)
     assert float(total[0]) == pytest.approx(1_000_000 * float(np.float32(0.9)), rel=5e-6)
+
+
+def counts(valid, passed, column, group_id, groups):
+    rows = (jnp.asarray(valid), jnp.asarray(passed), jnp.asarray(column))
+    return segments.group_counts(
+        lambda r: (r[0], r[1]), lambda r: r[2], rows, jnp.asarray(group_id), num_groups=groups
+    )
 
 
 @pytest.mark.parametrize("rows", [1000, 200_000])  # the packed counter overflows in the second
@@ -33,19 +44,69 @@ def test_group_counts(rows):
     group_id = np.where(rng.random(rows) < 0.9, 0, rng.integers(0, 5, rows)).astype(np.int32)
     valid = rng.random(rows) < 0.95
     passed = valid & (rng.random(rows) < 0.5)
-    size, passes = segments.group_counts(
-        jnp.asarray(valid), jnp.asarray(passed), jnp.asarray(group_id), num_groups=5
-    )
+    column = rng.random(rows).astype(np.float32)
+    size, passes, total = counts(valid, passed, column, group_id, 5)
     np.testing.assert_array_equal(size, np.bincount(group_id, valid, 5))
     np.testing.assert_array_equal(passes, np.bincount(group_id, passed, 5))
+    np.testing.assert_allclose(total, np.bincount(group_id, column, 5), rtol=5e-6)
 
 
 @pytest.mark.parametrize("size", [65_535, 65_536, 131_072])
 def test_group_counts_at_the_edge_of_the_packing(size):
     rows = size + 10
-    valid = jnp.arange(rows) < size
-    got = segments.group_counts(valid, valid, jnp.zeros(rows, jnp.int32), num_groups=2)
-    np.testing.assert_array_equal(np.stack(got), [[size, 0], [size, 0]])
+    valid = np.arange(rows) < size
+    got = counts(valid, valid, valid.astype(np.float32), np.zeros(rows, np.int32), 2)
+    np.testing.assert_array_equal(np.stack(got), [[size, 0]] * 3)
+
+
+@pytest.mark.parametrize("block", [8, 64, 100])
+def test_folding_in_blocks_equals_folding_at_once(block):
+    """Also the gradient, and a last block that is shorter."""
+    rng = np.random.default_rng(4)
+    column, group_id = rng.random(100).astype(np.float32), rng.integers(0, 7, 100).astype(np.int32)
+
+    def total(column, block):
+        def add(sums, rows):
+            return sums.at[rows[1]].add(rows[0] ** 2)
+
+        sums = segments.fold_rows(add, jnp.zeros(7), (column, jnp.asarray(group_id)), block=block)
+        return jnp.sum(sums**2), sums
+
+    (_, one), one_gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(column), None)
+    (_, many), many_gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(column), block)
+    np.testing.assert_allclose(many, one, rtol=1e-6)
+    np.testing.assert_allclose(many_gradient, one_gradient, rtol=1e-6)
+
+
+ALONE = """
+import functools, jax, numpy as np
+from gagar_jax.algo.advantage import group_advantages
+from tests.algo.batches import random_batch
+assert jax.device_count() == 1
+for binary in (True, False):
+    batch = random_batch(np.random.default_rng(0), rows=40_000, groups=3_000, binary=binary)
+    program = jax.jit(functools.partial(group_advantages, num_groups=3_000)).lower(*batch).compile()
+    assert "while" in program.as_text()
+    whole = np.asarray(program(*batch).advantage_N)
+    for g in np.array_split(np.arange(3_000), 3):
+        part = batch._replace(valid=batch.valid & np.isin(batch.group_id, g))
+        rows = np.flatnonzero(np.isin(batch.group_id, g))
+        few = [x[rows] for x in part[:-1]]
+        alone = group_advantages(*few, batch.graded, num_groups=3_000).advantage_N
+        np.testing.assert_allclose(whole[rows], alone, rtol=0, atol=1e-6)
+print("equal")
+"""
+
+
+def test_a_single_device_folds_in_blocks(user_environment):
+    """What one CPU device does (these tests have eight): large batches in blocks, small ones at once."""
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE],
+        env=user_environment | {"PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout == "equal\n", run.stderr
 
 
 def test_to_rows():

@@ -6,13 +6,14 @@ Not a test itself. `tiny_tasks` builds once a session; building it needs no netw
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import io
 import json
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -106,15 +107,20 @@ FILES = {
 }
 
 
+def _write_members(packed: IO[bytes], name: str, files: dict[str, str]) -> None:
+    with tarfile.open(fileobj=packed, mode="w") as bundle:
+        for file, text in files.items():
+            member = tarfile.TarInfo(f"{name}-1.0/{file}")
+            member.size = len(text.encode())
+            bundle.addfile(member, io.BytesIO(text.encode()))
+
+
 def make_sdist(folder: Path, name: str = "tiny", files: dict[str, str] | None = None) -> Package:
     """Writes `name-1.0.tar.gz` into the folder, and returns its catalogue entry."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-1.0.tar.gz"
-    with tarfile.open(path, "w:gz") as bundle:
-        for file, text in (files or FILES).items():
-            member = tarfile.TarInfo(f"{name}-1.0/{file}")
-            member.size = len(text.encode())
-            bundle.addfile(member, io.BytesIO(text.encode()))
+    with path.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:  # equal bytes
+        _write_members(packed, name, files or FILES)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Package(name, "1.0", digest, "MIT", sources=("tiny",), tests=("tests",))
 

@@ -28,8 +28,15 @@ def test_cosine_schedule_ends_where_it_should() -> None:
     assert rates(config, 4) == pytest.approx([0.2, 0.1736396, 0.11, 0.0463604, 0.02], rel=1e-5)
 
 
-def test_a_stage_shorter_than_its_warm_up_still_warms_up() -> None:
-    values = rates(OptimizerConfig(lr=1.0, warmup_steps=50), 2)
+@pytest.mark.parametrize("steps", [2, 10])
+def test_a_constant_schedule_does_not_depend_on_the_length_of_the_stage(steps: int) -> None:
+    """So a run of 5 steps that goes on to 10 has trained as a run of 10 does."""
+    values = rates(OptimizerConfig(lr=1.0, warmup_steps=4), steps)
+    assert values[:3] == pytest.approx([0.25, 0.4375, 0.625])
+
+
+def test_a_cosine_shorter_than_its_warm_up_still_warms_up() -> None:
+    values = rates(OptimizerConfig(lr=1.0, warmup_steps=50, schedule="cosine"), 2)
     assert values == pytest.approx([0.5, 0.75, 1.0])
 
 
@@ -39,7 +46,7 @@ def test_weight_decay_leaves_norm_gains_alone() -> None:
     state = state_for(config, one_device())
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     with jax.numpy_dtype_promotion("standard"):
-        updates, _ = optimizer.update(zeros, state.opt_state, state.params)
+        updates, _ = jax.jit(optimizer.update)(zeros, state.opt_state, state.params)
     assert not np.asarray(updates["final_norm"].get_value()).any()
     assert not np.asarray(updates["blocks"]["attention_norm"].get_value()).any()
     for name in ("query", "down"):
@@ -54,7 +61,7 @@ def test_the_gradient_is_clipped_by_its_global_norm() -> None:
     state = state_for(config, one_device())
     grads = jax.tree.map(jnp.ones_like, state.params)
     with jax.numpy_dtype_promotion("standard"):
-        _, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        _, opt_state = jax.jit(optimizer.update)(grads, state.opt_state, state.params)
     moments = np.concatenate([np.ravel(m) for m in jax.tree.leaves(opt_state[1].mu)]) * 10
     assert np.linalg.norm(moments) == pytest.approx(2.0, rel=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 from gagar_jax.model import sharding
 from tests.train.batches import Verdicts, assert_close, by_name, gradient, pack_for, run, settings, state_for
@@ -32,7 +33,7 @@ def test_weights_and_moments_lie_as_the_table_says() -> None:
     state = state_for(settings(), sharding.make_mesh(data=4, model=2))
     for tree in (state.params, state.opt_state[1].mu, state.opt_state[1].nu):
         up = tree["blocks"]["up"].get_value()
-        assert up.sharding.spec == (None, None, "model")
+        assert up.sharding.spec == PartitionSpec(None, None, "model")
         assert up.addressable_shards[0].data.shape == (2, 32, 24)
     assert state.step.sharding.is_fully_replicated
 
