@@ -53,7 +53,10 @@ def logging_to(run_dir: Path | None, say: Callable[[str], None]) -> Iterator[Non
     level = root.level
     root.setLevel(logging.INFO)
     # Orbax logs through absl, which writes to the screen by itself, and tells every step of every save.
-    absl, muted = logging.getLogger("absl"), [h for h in root.handlers if type(h).__module__.startswith("absl")]
+    absl, muted = (
+        logging.getLogger("absl"),
+        [h for h in root.handlers if type(h).__module__.startswith("absl")],
+    )
     absl_level = absl.level
     absl.setLevel(logging.WARNING)
     for handler in muted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gagar_jax.config import Config
 from gagar_jax.data.demonstrations import Example, SupervisedBatches
 from gagar_jax.data.packing import pack
 from gagar_jax.data.tasks import task_iterator
-from gagar_jax.evaluation import evaluate_policy, tier_values
+from gagar_jax.evaluation import evaluate_policy
 from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.service import GradingService
 from gagar_jax.grading.structural import StructuralGrader
@@ -31,7 +32,7 @@ from gagar_jax.rollout.episode import demonstration_tokens
 from gagar_jax.rollout.exchange import INVALID_CAUSES
 from gagar_jax.run import Run
 from gagar_jax.train.state import TrainState, abstract_state, init_state, make_optimizer, restart
-from gagar_jax.train.step import Credit, make_sft_step, make_train_step
+from gagar_jax.train.step import Credit, make_sft_step, make_train_step, programs_compiled
 from gagar_jax.types import Demonstration, Group, UserError, to_json
 
 REINFORCE = 0  # folded into the sampling key; evaluation is 1
@@ -108,12 +109,12 @@ def _warm_start(run: Run) -> Any:
             state, values = step_fn(state, batch)
             tokens += int(np.count_nonzero(batch.segment_BT))
             if (step + 1) % config.sft.log_every == 0 or step + 1 == config.sft.steps:
-                values = {name: float(value) for name, value in values.items()}
+                numbers = {name: float(value) for name, value in values.items()}
                 speed = tokens / (time.monotonic() - since)
-                values |= {"loss": values.pop("nll"), "train_tokens_per_s": speed}
-                values["programs_compiled"] = step_fn._cache_size()
-                run.metrics.write(step + 1, "sft", values)
-                run.console.update(step + 1, metrics=values)
+                numbers |= {"loss": numbers.pop("nll"), "train_tokens_per_s": speed}
+                numbers["programs_compiled"] = programs_compiled(step_fn)
+                run.metrics.write(step + 1, "sft", numbers)
+                run.console.update(step + 1, metrics=numbers)
                 tokens, since = 0, time.monotonic()
             if (step + 1) % max(config.sft.steps // 5, 1) == 0 or step + 1 == config.sft.steps:
                 saved.save(step + 1, state, {})
@@ -176,18 +177,16 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
                 state, values, credit = step_fn(state, batch)
                 values, credit = jax.device_get((values, credit))
                 train_s = time.monotonic() - started
-                values = {name: float(value) for name, value in values.items()}
-                values |= _rollout_metrics(collected, rollout_s)
-                values |= {
-                    "train_s": train_s,
-                    "train_tokens_per_s": np.count_nonzero(batch.segment_BT) / train_s,
-                }
-                values |= service.metrics([group.group for group in collected.groups])
-                values["programs_compiled"] = run.collector.programs_compiled + step_fn._cache_size()
+                numbers = {name: float(value) for name, value in values.items()}
+                numbers |= _rollout_metrics(collected, rollout_s)
+                tokens = int(np.count_nonzero(batch.segment_BT))
+                numbers |= {"train_s": train_s, "train_tokens_per_s": tokens / train_s}
+                numbers |= service.metrics([group.group for group in collected.groups])
+                numbers["programs_compiled"] = run.collector.programs_compiled + programs_compiled(step_fn)
                 _write_trajectories(run, step, collected.groups, service, credit)
                 service.forget([group.group for group in collected.groups])
-                run.metrics.write(step, "rl", values)
-                run.console.update(step + 1, metrics=values)
+                run.metrics.write(step, "rl", numbers)
+                run.console.update(step + 1, metrics=numbers)
                 if (step + 1) % config.train.checkpoint_every == 0 or step + 1 == config.train.steps:
                     checkpoints.save(step + 1, state, {"tasks": tasks.get_state()})
                     _drop_journals(run, step)
@@ -218,16 +217,10 @@ def _collect(
 
 
 def _grading_service(run: Run) -> GradingService:
-    g = run.config.grading
     return GradingService(
         StructuralGrader(),
-        concurrency=g.concurrency,
-        deadline_s=g.deadline_s,
         mode=run.config.train.mode,
-        breaker_window=g.breaker_window,
-        breaker_threshold=g.breaker_threshold,
-        breaker_cooldown_s=g.breaker_cooldown_s,
-        **tier_values(run),
+        **run.config.grading.model_dump(exclude={"grader"}),
     )
 
 
@@ -238,7 +231,7 @@ def _rollout_metrics(collected: Collected, rollout_s: float) -> dict[str, float]
     passed = [t for t in valid if t.passed]
     judged = [t.outcome.verdict_ms for t in valid if not t.outcome.cached]
 
-    def mean(values: list[float] | list[int]) -> float:
+    def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if values else float("nan")
 
     return {
@@ -267,8 +260,12 @@ def _write_trajectories(
         record = service.record(group.group) or {}
         for trajectory in group.trajectories:
             member = record.get("members", {}).get(str(trajectory.ticket.member), {})
-            extra = {"reward": float(trajectory.passed), "advantage": float(credit.advantage_N[n])}
-            extra |= {"graded": record.get("graded", False), "ungraded_cause": record.get("cause")}
+            extra = {
+                "reward": float(trajectory.passed),
+                "advantage": float(credit.advantage_N[n]),
+                "graded": record.get("graded", False),
+                "ungraded_cause": record.get("cause"),
+            }
             lines.append(json.dumps(to_json(trajectory) | member | extra) + "\n")
             n += 1
     write_atomic(run.dir / "trajectories" / f"step_{step:05d}.jsonl", "".join(lines))

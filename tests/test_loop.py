@@ -24,8 +24,13 @@ from tests import echo
 
 SETTINGS: dict[str, Any] = {
     "env": {"id": echo.ENV_ID, "workers": 3},
-    "model": {"vocab_size": 361, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 64},
-    "sft": {"steps": 240, "tokens_per_batch": 256, "demonstrations_per_task": 4, "optimizer": {"warmup_steps": 5}},
+    "model": {
+        "vocab_size": 361, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16,
+        "mlp_width": 64,
+    },
+    "sft": {
+        "steps": 240, "tokens_per_batch": 256, "demonstrations_per_task": 4, "optimizer": {"warmup_steps": 5},
+    },
     "rollout": {
         "groups": 3, "group_size": 4, "lanes": 2, "lane_slots": 2, "max_prompt": 16, "max_observation": 8,
         "max_generated": 12, "max_continuation": 40, "decode_block": 2, "prefill_chunk": 4, "prefill_rows": 2,

@@ -48,7 +48,8 @@ def parse_module(path: str, text: str) -> Module:
 
 def live_functions(paths: Iterable[str]) -> dict[tuple[str, str, int], list[types.FunctionType]]:
     """Every live function made from one of the files, by (path, qualified name, first line)."""
-    wanted, found = set(paths), {}
+    wanted = set(paths)
+    found: dict[tuple[str, str, int], list[types.FunctionType]] = {}
     for thing in gc.get_objects():
         if isinstance(thing, types.FunctionType) and thing.__code__.co_filename in wanted:
             code = thing.__code__

@@ -106,9 +106,18 @@ def _standardised(
 
 
 def grpo(
-    reward_N: ArrayLike, passed_N, quality_N, group_id_N, valid_N, external_N, graded_G, *,
-    num_groups: int, ddof: int = 0, epsilon: float = 1e-6,
-) -> GroupAdvantages:  # fmt: skip
+    reward_N: ArrayLike,
+    passed_N: ArrayLike,
+    quality_N: ArrayLike,
+    group_id_N: ArrayLike,
+    valid_N: ArrayLike,
+    external_N: ArrayLike,
+    graded_G: ArrayLike,
+    *,
+    num_groups: int,
+    ddof: int = 0,
+    epsilon: float = 1e-6,
+) -> GroupAdvantages:
     """(R − R̄) / (std + ε). Groups with no more than `ddof` members get 0. Source: arXiv 2402.03300."""
     batch = _prepare(reward_N, passed_N, group_id_N, valid_N, external_N, num_groups=num_groups)
     return _result(batch, _standardised(batch, batch.reward_N, batch.valid_N, ddof=ddof, epsilon=epsilon))

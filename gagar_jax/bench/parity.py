@@ -21,26 +21,29 @@ CASES: dict[str, tuple[list[float], list[int], list[float]]] = {
 }
 
 
+@functools.cache
 def parity_table() -> str:
     """A Markdown table: each estimator's advantages of each case's members, as computed now."""
     methods = {
         f"GAGAR `{mode}`": functools.partial(group_advantages, mode=mode)
         for mode in ("sum_preserving", "downweight", "none")
     } | {f"`{name}`": function for name, function in ESTIMATORS.items()}
+    sizes = [len(reward) for reward, _, _ in CASES.values()]
+    reward, passed, quality = (np.concatenate(column) for column in zip(*CASES.values(), strict=True))
+    yes = np.ones(len(reward), bool)
+    batch = (
+        reward.astype(np.float32),
+        passed.astype(bool),
+        quality.astype(np.float32),
+        np.repeat(np.arange(len(CASES), dtype=np.int32), sizes),
+        yes,
+        ~yes,
+        np.ones(len(CASES), bool),
+    )
     lines = [f"| | {' | '.join(CASES)} |", "|---" * (len(CASES) + 1) + "|"]
     for name, method in methods.items():
-        cells = []
-        for reward, passed, quality in CASES.values():
-            rows = len(reward)
-            out = jax.jit(functools.partial(method, num_groups=1))(
-                np.array(reward, np.float32),
-                np.array(passed, bool),
-                np.array(quality, np.float32),
-                np.zeros(rows, np.int32),
-                np.ones(rows, bool),
-                np.zeros(rows, bool),
-                np.ones(1, bool),
-            )
-            cells.append(" ".join(f"{value + 0.0:.2f}" for value in np.round(out.advantage_N, 2)))
+        out = jax.jit(functools.partial(method, num_groups=len(CASES)))(*batch)
+        groups = np.split(np.round(np.asarray(out.advantage_N), 2) + 0.0, np.cumsum(sizes)[:-1])
+        cells = [" ".join(f"{value:.2f}" for value in group) for group in groups]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -12,14 +12,14 @@ prefix ends before it. Padding: segment 0, trajectory_id N, group_id G, tickets 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gagar_jax.data.tokenizer import PAD
 from gagar_jax.types import Group, Trajectory
 
-Array = np.ndarray
+Array = Any  # NumPy as packed, jax once it has crossed, shardings and shapes when a step is described
 
 
 class Rows(NamedTuple):

@@ -116,7 +116,7 @@ def state_shardings(config: ModelConfig, optimizer: optax.GradientTransformation
         params,
         transform_non_params=lambda _: everywhere,
     )
-    return TrainState(params, opt_state, everywhere)
+    return TrainState(params, opt_state, everywhere)  # type: ignore[arg-type]  # a state of shardings
 
 
 def _shapes(config: ModelConfig, optimizer: optax.GradientTransformation) -> TrainState:

@@ -232,6 +232,11 @@ def make_sft_step(
     )
 
 
+def programs_compiled(step: Callable[..., Any]) -> int:
+    """How many programs a step of `make_train_step` or `make_sft_step` has compiled: one a shape of batch."""
+    return step._cache_size()  # type: ignore[attr-defined]
+
+
 def _redeem(redeem: Redeem, batch: TrainBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The verdicts of this batch from the host: (quality_N, external_N bool, graded_G bool)."""
     N, G = batch.ticket_N.shape[0], batch.ticket_G.shape[0]

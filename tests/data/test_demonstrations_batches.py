@@ -24,10 +24,9 @@ def example(n: int) -> Example:
 EXAMPLES = [example(n) for n in range(60)]
 
 
-def batches(seed: int = 0, **overrides: int) -> SupervisedBatches:
-    return SupervisedBatches(
-        EXAMPLES, seed=seed, **({"tokens_per_batch": 512, "row_length": 128} | overrides)
-    )
+def batches(seed: int = 0, **overrides: float) -> SupervisedBatches:
+    chosen = {"tokens_per_batch": 512, "row_length": 128, "prompt_weight": 0} | overrides
+    return SupervisedBatches(EXAMPLES, seed=seed, **chosen)
 
 
 def demonstrations(batch: Rows) -> list[tuple[Example, list[int]]]:
@@ -89,3 +88,14 @@ def test_long_demonstrations_are_counted_and_said(caplog: pytest.LogCaptureFixtu
     assert f"{source.too_long} demonstrations of 60" in caplog.text
     with pytest.raises(ValueError, match="no demonstration of 60 fits 4"):
         batches(row_length=4)
+
+
+def test_a_prompt_weighs_what_it_is_told_wherever_something_predicts_it() -> None:
+    plain, weighted = batches().batch(3), batches(prompt_weight=0.25).batch(3)
+    assert (weighted.tokens_BT == plain.tokens_BT).all()
+    weight, action = weighted.loss_mask_BT, plain.loss_mask_BT
+    assert (weight[action == 1] == 1).all()
+    shared = (plain.tokens_BT >= 900) & (plain.prefix_BT == 0) & (plain.position_BT > 0)
+    assert shared.any()
+    assert (weight[shared] == 0.25).all()
+    assert not weight[(action == 0) & ~shared].any()

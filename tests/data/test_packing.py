@@ -126,7 +126,7 @@ def test_rows_are_full_when_they_can_be(lengths: list[int]) -> None:
 
 def test_what_does_not_fit_is_an_error_that_names_it() -> None:
     groups = make_groups("pf", prompt=40, longest=30, seed=1)
-    with pytest.raises(ValueError, match=rf"task-30, group 30, member \d: \d+ tokens .*row_length 41"):
+    with pytest.raises(ValueError, match=r"task-30, group 30, member \d: \d+ tokens .*row_length 41"):
         pack(groups, num_trajectories=2, num_groups=1, row_length=41, row_bucket=1)
     with pytest.raises(ValueError, match="1 groups with 2 trajectories"):
         pack(groups, num_trajectories=1, num_groups=1, row_length=128, row_bucket=1)

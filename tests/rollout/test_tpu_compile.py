@@ -1,4 +1,4 @@
-"""The rollout loop, its exchange with the host included, compiles ahead of time for a TPU that is not there."""
+"""The rollout loop, its callback included, compiles ahead of time for a TPU that is not there."""
 
 from __future__ import annotations
 
