@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gagar_jax.metrics import writing
+from gagar_jax.files import writing
 from gagar_jax.train.state import TrainState
 from gagar_jax.types import UserError
 

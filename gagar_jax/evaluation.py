@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from gagar_jax.files import write_atomic
 from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.structural import grade_quality
-from gagar_jax.metrics import write_atomic
 from gagar_jax.rollout.collector import Journal
 from gagar_jax.run import Run
 from gagar_jax.types import Grade, Group

@@ -22,10 +22,10 @@ from gagar_jax.data.demonstrations import Example, SupervisedBatches
 from gagar_jax.data.packing import pack
 from gagar_jax.data.tasks import task_iterator
 from gagar_jax.evaluation import evaluate_policy
+from gagar_jax.files import write_atomic
 from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.service import GradingService
 from gagar_jax.grading.structural import StructuralGrader
-from gagar_jax.metrics import write_atomic
 from gagar_jax.report.summary import evaluation_tables, write_summary
 from gagar_jax.rollout.collector import Collected, Journal
 from gagar_jax.rollout.episode import demonstration_tokens

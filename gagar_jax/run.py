@@ -24,7 +24,8 @@ from gagar_jax.config import Config
 from gagar_jax.console import Console
 from gagar_jax.data.packing import check_row_length
 from gagar_jax.data.tokenizer import END, Tokenizer
-from gagar_jax.metrics import MetricsWriter, write_atomic, writing
+from gagar_jax.files import write_atomic, writing
+from gagar_jax.metrics import MetricsWriter
 from gagar_jax.model import sharding, transformer
 from gagar_jax.plugins import environment_plugin
 from gagar_jax.rollout.collector import Collector

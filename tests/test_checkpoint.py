@@ -167,7 +167,7 @@ import sys, pathlib
 from jax.sharding import PartitionSpec
 
 from gagar_jax.checkpoint import Checkpoints
-from gagar_jax.metrics import DiskFull
+from gagar_jax.files import DiskFull
 from tests.train.batches import one_device, settings, state_for
 checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), keep=99)
 state = state_for(settings(model={"width": 128}), one_device())

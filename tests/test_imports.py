@@ -21,13 +21,14 @@ ALLOWED: dict[str, set[str]] = {
     "grading": _BASE | {"grading"},
     "rollout": _LEARN | {"rollout"},
     "train": _LEARN | {"rollout", "train"},
-    "checkpoint": _LEARN | {"rollout", "train"},
-    "metrics": _LEARN | {"rollout", "train"},
+    "checkpoint": _LEARN | {"rollout", "train", "files"},
+    "metrics": _LEARN | {"rollout", "train", "files"},
     "plugins": {"types"},
+    "files": {"types"},
     "logs": set(),
     "console": {"logs"},
     "overrides": _BASE,
-    "report": _BASE | {"report", "metrics", "console", "plugins"},
+    "report": _BASE | {"report", "files", "metrics", "console", "plugins"},
     "bench": _LEARN | {"rollout", "train", "bench", "plugins"},
 }
 _BELOW_LOOP = set(ALLOWED)

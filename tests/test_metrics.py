@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gagar_jax.metrics import DiskFull, MetricsWriter, read_metrics, write_atomic, writing
+from gagar_jax.files import DiskFull, write_atomic, writing
+from gagar_jax.metrics import MetricsWriter, read_metrics
 
 
 def _steps(run_dir: Path, phase: str) -> list[int]:

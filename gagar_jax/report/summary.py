@@ -15,7 +15,8 @@ from typing import Any
 import rich.table
 
 from gagar_jax.console import clock, number
-from gagar_jax.metrics import read_metrics, write_atomic
+from gagar_jax.files import write_atomic
+from gagar_jax.metrics import read_metrics
 
 # Key of an evaluation, what to call it, and whether it is a share (shown with three decimals).
 MEASURES = (

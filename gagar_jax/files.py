@@ -1,0 +1,54 @@
+"""Files of a run folder that are never half, and a full disk said in words. What is in them is others' business."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gagar_jax.types import UserError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class DiskFull(UserError):
+    """A file of the run folder could not be written for lack of space. Resumable."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Wraps a write to the run folder, so that a full disk is said in words.
+
+    Raises:
+      DiskFull: in place of the OSError, naming `path`. Other errors pass through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise DiskFull(
+            f"No space left on the device while writing {path}. Nothing already earned is lost: free some "
+            "space and run the same command, it goes on from the last checkpoint."
+        ) from error
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replaces a small file in one step: a reader, or a crash, finds the old content or the new.
+
+    Raises:
+      DiskFull: no space; the old file is untouched.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with writing(path):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
