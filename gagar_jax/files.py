@@ -1,4 +1,4 @@
-"""Files of a run folder that are never half, and a full disk said in words. What is in them is others' business."""
+"""Files of a run folder that are never half, and a full disk said in words; not what they hold."""
 
 from __future__ import annotations
 
