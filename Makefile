@@ -53,7 +53,7 @@ bubblewrap:
 train: $(RUN) bubblewrap  ## environment, then the main job: CONFIG=configs/pocket.yaml ARGS='--seed 1'
 	$(BIN)/gagar train $(CONFIG) $(ARGS)
 
-smoke: $(RUN) bubblewrap  ## environment, then the whole pipeline in about a minute
+smoke: $(RUN) bubblewrap  ## environment, then the whole pipeline in about two minutes
 	$(BIN)/gagar train configs/smoke.yaml $(ARGS)
 
 test: $(CHECK) bubblewrap lint types  ## environment, then lint, type-check and every test
