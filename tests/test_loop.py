@@ -71,7 +71,11 @@ def same_numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 def sampled(folder: Path) -> list[tuple[Any, ...]]:
-    lines = [line for p in sorted(folder.glob("trajectories/step_*[0-9].jsonl")) for line in p.open()]
+    lines = [
+        line
+        for p in sorted(folder.glob("trajectories/step_*[0-9].jsonl"))
+        for line in p.read_text().splitlines()
+    ]
     keys = ("ticket", "tokens", "logprobs", "advantage", "quality", "patch")
     return [tuple(json.dumps(json.loads(line)[k]) for k in keys) for line in lines]
 
@@ -94,7 +98,11 @@ def test_a_run_leaves_what_a_person_can_read(whole: Path) -> None:
     assert sum(s["graded_groups"] for s in steps) > 0, "nothing was graded"
     assert max(s["logprob_gap_max"] for s in steps) <= 1e-4
     assert len({s["programs_compiled"] for s in steps[1:]}) == 1
-    trajectories = [json.loads(line) for p in whole.glob("trajectories/step_*.jsonl") for line in p.open()]
+    trajectories = [
+        json.loads(line)
+        for p in whole.glob("trajectories/step_*.jsonl")
+        for line in p.read_text().splitlines()
+    ]
     assert len(trajectories) == 4 * 3 * 4
     assert {t["tier"] for t in trajectories} - {None}
     for t in trajectories:
