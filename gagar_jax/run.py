@@ -77,19 +77,27 @@ class Run:
         with writing(self.dir):
             (self.dir / "trajectories").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.dir)
-        saved = self.dir / "config.yaml"
-        if saved.exists() and (changed := changed_settings(settings.load(saved), config)):
-            raise UserError(
-                f"{self.dir} belongs to a run with other settings ({'; '.join(changed)}). "
-                "Use another --run-dir, or remove the folder."
-            )
-        write_atomic(saved, settings.dump(config))
+        try:
+            self._claim()
+        except BaseException:
+            self._lock.close()
+            raise
         self.console = Console(config.name, phases=PHASES, run_dir=self.dir)
         self.metrics = MetricsWriter(self.dir)
         self.plugin = environment_plugin(config.env.id)
         self.mesh = sharding.make_mesh(data=config.mesh.data, model=config.mesh.model)
         self.key = jax.random.key(config.seed)
         self._pool: EnvPool | None = None
+
+    def _claim(self) -> None:
+        """Writes the settings down, or refuses a folder that belongs to others."""
+        saved = self.dir / "config.yaml"
+        if saved.exists() and (changed := changed_settings(settings.load(saved), self.config)):
+            raise UserError(
+                f"{self.dir} belongs to a run with other settings ({'; '.join(changed)}). "
+                "Use another --run-dir, or remove the folder."
+            )
+        write_atomic(saved, settings.dump(self.config))
 
     def __enter__(self) -> Run:
         self.console.__enter__()

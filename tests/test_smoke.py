@@ -65,7 +65,7 @@ def test_the_smoke_run(tmp_path: Path, user_environment: dict[str, str], reposit
     rows = [
         json.loads(line)
         for file in (run_dir / "trajectories").glob("step_?????.jsonl")
-        for line in file.open()
+        for line in file.read_text().splitlines()
     ]
     rollout = load(run_dir / "config.yaml").rollout
     assert len(rows) == len(steps) * rollout.groups * rollout.group_size
