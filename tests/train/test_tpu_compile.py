@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.tpu import needs_libtpu, run_with_libtpu
 
 PROGRAM = """
 import json
@@ -45,18 +40,9 @@ print(json.dumps({
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the libtpu wheel")
+@needs_libtpu
 def test_the_step_compiles_for_a_tpu_v5e_2x2(repository: Path) -> None:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "TPU_SKIP_MDS_QUERY": "1",
-    }  # fmt: skip
-    with open(Path(tempfile.gettempdir()) / "gagar-libtpu.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process that loads libtpu dies on its own lock file
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=900
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_with_libtpu(PROGRAM, repository)
     assert found["devices"] == ["TPU v5 lite"] * 4
     assert found["aliased"] > 0.9 * found["arguments"] / 2, "the state is donated"
     assert "all-reduce" in found["hlo"]
