@@ -100,7 +100,7 @@ class _Phase:
     def left_s(self, now: float) -> float | None:
         """Seconds left at the pace so far, or None before there is a pace to speak of."""
         steps, spent = self.done - self.first, now - self.started
-        if steps <= 0 or self.total <= 0 or spent < 1:
+        if steps <= 0 or self.total <= 0 or spent < 5:
             return None
         return spent / steps * max(self.total - self.done, 0)
 

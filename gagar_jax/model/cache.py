@@ -4,12 +4,13 @@ The cache is in two parts because a group shares its prompt: `prefix` holds one 
 all slots of the lane as one matrix product, and `suffix` holds what each slot added of its own. A
 token's position is its place in the whole sequence: prompt length of its lane + place in the suffix.
 
-Heads are folded into the leading axis ([rows · K, tokens, d]) so that attention is one plain batched
-product; on a CPU the natural [rows, tokens, heads, d] layout cost six times as much.
+Heads are folded into the leading axis and keys lie transposed, so that attention is plain batched
+products; on a CPU the natural [rows, tokens, heads, d] layout cost six times as much.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from gagar_jax.model.transformer import MASKED, Block, Transformer, attention
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer: prefix_* [P·K, prompt length, d], suffix_* [S·K, continuation, d]."""
+    """One layer's keys [rows · K, d, tokens] and values [rows · K, tokens, d]; a row is a lane or a slot."""
 
     prefix_k: jax.Array
     prefix_v: jax.Array
@@ -29,34 +30,52 @@ class LayerCache(NamedTuple):
 
 
 Cache = tuple[LayerCache, ...]
+AttendLayer = Callable[[LayerCache, jax.Array, jax.Array, jax.Array], tuple[jax.Array, LayerCache]]
 
 
 def init_cache(
     config: ModelConfig, *, lanes: int, slots: int, max_prompt: int, max_continuation: int
 ) -> Cache:
-    def zeros(rows: int, length: int) -> jax.Array:
-        return jnp.zeros((rows * config.kv_heads, length, config.head_dim), jnp.dtype(config.compute_dtype))
+    def zeros(rows: int, *shape: int) -> jax.Array:
+        return jnp.zeros((rows * config.kv_heads, *shape), jnp.dtype(config.compute_dtype))
 
     def layer() -> LayerCache:
-        prefix, suffix = (lanes, max_prompt), (slots, max_continuation)
-        return LayerCache(zeros(*prefix), zeros(*prefix), zeros(*suffix), zeros(*suffix))
+        d = config.head_dim
+        return LayerCache(
+            prefix_k=zeros(lanes, d, max_prompt),
+            prefix_v=zeros(lanes, max_prompt, d),
+            suffix_k=zeros(slots, d, max_continuation),
+            suffix_v=zeros(slots, max_continuation, d),
+        )
 
     return tuple(layer() for _ in range(config.layers))
 
 
-def _store(table: jax.Array, row_R: jax.Array, column_RT: jax.Array, new_RTKd: jax.Array) -> jax.Array:
-    """Writes new_RTKd[r, t] to rows row_R[r]·K… at column_RT[r, t]; out-of-range columns are dropped."""
-    R, T, K, _ = new_RTKd.shape
+def _store(
+    k: jax.Array,
+    v: jax.Array,
+    row_R: jax.Array,
+    column_RT: jax.Array,
+    new_k_RTKd: jax.Array,
+    new_v_RTKd: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes place [r, t] of the new keys and values to row row_R[r] at column_RT[r, t].
+
+    Columns out of range are dropped.
+    """
+    R, T, K, _ = new_k_RTKd.shape
     row = (row_R[:, None] * K + jnp.arange(K, dtype=jnp.int32)[None]).reshape(R, K, 1)
     row = jnp.broadcast_to(row, (R, K, T))
     column = jnp.broadcast_to(column_RT[:, None], (R, K, T))
-    return table.at[row, column].set(
-        new_RTKd.swapaxes(1, 2).astype(table.dtype), mode="drop", unique_indices=True
+    new_k, new_v = (new.swapaxes(1, 2).astype(k.dtype) for new in (new_k_RTKd, new_v_RTKd))
+    return (
+        k.at[row, :, column].set(new_k, mode="drop", unique_indices=True),
+        v.at[row, column].set(new_v, mode="drop", unique_indices=True),
     )
 
 
 def _rows(table: jax.Array, row_R: jax.Array, kv_heads: int) -> jax.Array:
-    """[R, K, tokens, d]: the cache rows of some lanes or slots."""
+    """[R, K, …]: the cache rows of some lanes or slots."""
     return jnp.take(table.reshape(-1, kv_heads, *table.shape[1:]), row_R, axis=0, mode="clip")
 
 
@@ -64,6 +83,27 @@ def _columns(start_R: jax.Array, count_R: jax.Array, width: int, length: int) ->
     """start + 0…width−1 for the first `count` places and `length` (out of range) for the others."""
     place = jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.where(place < count_R[:, None], start_R[:, None] + place, jnp.int32(length))
+
+
+def _through_layers(
+    model: Transformer,
+    layers: list[Block],
+    cache: Cache,
+    tokens_RT: jax.Array,
+    position_RT: jax.Array,
+    attend: AttendLayer,
+) -> tuple[jax.Array, Cache]:
+    """Hidden states [R, T, D] before the final norm, and the cache with what `attend` stored in it."""
+    x, new = model.embed(tokens_RT), []
+    for block, layer in zip(layers, cache, strict=True):
+
+        def attend_here(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
+            out, stored = attend(layer, q, k, v)
+            new.append(stored)
+            return out
+
+        x = block(x, position_RT, attend_here)
+    return x, tuple(new)
 
 
 def prefill_prompt(
@@ -77,25 +117,18 @@ def prefill_prompt(
     """Adds the next chunk of every lane's prompt. Lanes with count 0 are untouched."""
     lanes, width = tokens_PT.shape
     lane_P = jnp.arange(lanes, dtype=jnp.int32)
-    length = cache[0].prefix_k.shape[1]
+    length = cache[0].prefix_v.shape[1]
     column_PT = _columns(start_P, count_P, width, length)
     position_PT = start_P[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    key_T = jnp.arange(length, dtype=jnp.int32)
-    mask = key_T[None, None] <= position_PT[:, :, None]
-    x, new = model.embed(tokens_PT), []
-    for block, layer in zip(layers, cache, strict=True):
+    mask = jnp.arange(length, dtype=jnp.int32)[None, None] <= position_PT[:, :, None]
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
-            layer = layer._replace(
-                prefix_k=_store(layer.prefix_k, lane_P, column_PT, k),
-                prefix_v=_store(layer.prefix_v, lane_P, column_PT, v),
-            )
-            new.append(layer)
-            K = k.shape[2]
-            return attention(q, [(_rows(layer.prefix_k, lane_P, K), _rows(layer.prefix_v, lane_P, K), mask)])
+    def attend(layer: LayerCache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+        K = k.shape[2]
+        prefix_k, prefix_v = _store(layer.prefix_k, layer.prefix_v, lane_P, column_PT, k, v)
+        out = attention(q, [(_rows(prefix_k, lane_P, K), _rows(prefix_v, lane_P, K), mask)])
+        return out, layer._replace(prefix_k=prefix_k, prefix_v=prefix_v)
 
-        x = block(x, position_PT, attend)
-    return tuple(new)
+    return _through_layers(model, layers, cache, tokens_PT, position_PT, attend)[1]
 
 
 def prefill_suffix(
@@ -117,40 +150,24 @@ def prefill_suffix(
       count_R: tokens of this chunk.
       prompt_length_P: tokens in each lane's prefix.
     """
-    width, kv_heads = tokens_RT.shape[1], model.config.kv_heads
-    prompt, length = cache[0].prefix_k.shape[1], cache[0].suffix_k.shape[1]
-    lane_R = slot_R // (cache[0].suffix_k.shape[0] // cache[0].prefix_k.shape[0])
+    width, prompt, length = tokens_RT.shape[1], cache[0].prefix_v.shape[1], cache[0].suffix_v.shape[1]
+    lane_R = slot_R // (cache[0].suffix_v.shape[0] // cache[0].prefix_v.shape[0])
     column_RT = _columns(start_R, count_R, width, length)
     place_RT = start_R[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
-    position_RT = jnp.take(prompt_length_P, lane_R, mode="clip")[:, None] + place_RT
-    prompt_mask = (
-        jnp.arange(prompt, dtype=jnp.int32)[None, None] < jnp.take(prompt_length_P, lane_R)[:, None, None]
-    )
-    prompt_mask = jnp.broadcast_to(prompt_mask, (*tokens_RT.shape, prompt))
+    prompt_length_R = jnp.take(prompt_length_P, lane_R, mode="clip")
+    prefix_mask = jnp.arange(prompt, dtype=jnp.int32)[None, None] < prompt_length_R[:, None, None]
+    prefix_mask = jnp.broadcast_to(prefix_mask, (*tokens_RT.shape, prompt))
     suffix_mask = jnp.arange(length, dtype=jnp.int32)[None, None] <= place_RT[:, :, None]
-    x, new = model.embed(tokens_RT), []
-    for block, layer in zip(layers, cache, strict=True):
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
-            layer = layer._replace(
-                suffix_k=_store(layer.suffix_k, slot_R, column_RT, k),
-                suffix_v=_store(layer.suffix_v, slot_R, column_RT, v),
-            )
-            new.append(layer)
-            prefix = (
-                _rows(layer.prefix_k, lane_R, kv_heads),
-                _rows(layer.prefix_v, lane_R, kv_heads),
-                prompt_mask,
-            )
-            suffix = (
-                _rows(layer.suffix_k, slot_R, kv_heads),
-                _rows(layer.suffix_v, slot_R, kv_heads),
-                suffix_mask,
-            )
-            return attention(q, [prefix, suffix])
+    def attend(layer: LayerCache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+        K = k.shape[2]
+        suffix_k, suffix_v = _store(layer.suffix_k, layer.suffix_v, slot_R, column_RT, k, v)
+        prefix = (_rows(layer.prefix_k, lane_R, K), _rows(layer.prefix_v, lane_R, K), prefix_mask)
+        suffix = (_rows(suffix_k, slot_R, K), _rows(suffix_v, slot_R, K), suffix_mask)
+        return attention(q, [prefix, suffix]), layer._replace(suffix_k=suffix_k, suffix_v=suffix_v)
 
-        x = block(x, position_RT, attend)
-    return tuple(new)
+    position_RT = prompt_length_R[:, None] + place_RT
+    return _through_layers(model, layers, cache, tokens_RT, position_RT, attend)[1]
 
 
 def decode(
@@ -167,25 +184,20 @@ def decode(
     Slots that are not active store nothing; their hidden state is finite and means nothing.
     """
     slots, lanes = token_S.shape[0], prompt_length_P.shape[0]
-    length = cache[0].suffix_k.shape[1]
+    prompt, length = cache[0].prefix_v.shape[1], cache[0].suffix_v.shape[1]
     slot_S = jnp.arange(slots, dtype=jnp.int32)
     column_S1 = jnp.where(active_S, place_S, jnp.int32(length))[:, None]
     position_S1 = (jnp.repeat(prompt_length_P, slots // lanes) + place_S)[:, None]
-    prefix_mask = jnp.arange(cache[0].prefix_k.shape[1], dtype=jnp.int32)[None] < prompt_length_P[:, None]
+    prefix_mask = jnp.arange(prompt, dtype=jnp.int32)[None] < prompt_length_P[:, None]
     suffix_mask = jnp.arange(length, dtype=jnp.int32)[None] <= place_S[:, None]
-    x, new = model.embed(token_S[:, None]), []
-    for block, layer in zip(layers, cache, strict=True):
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: LayerCache = layer) -> jax.Array:
-            layer = layer._replace(
-                suffix_k=_store(layer.suffix_k, slot_S, column_S1, k),
-                suffix_v=_store(layer.suffix_v, slot_S, column_S1, v),
-            )
-            new.append(layer)
-            return decode_attention(q[:, 0], layer, prefix_mask, suffix_mask)[:, None]
+    def attend(layer: LayerCache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerCache]:
+        suffix_k, suffix_v = _store(layer.suffix_k, layer.suffix_v, slot_S, column_S1, k, v)
+        layer = layer._replace(suffix_k=suffix_k, suffix_v=suffix_v)
+        return decode_attention(q[:, 0], layer, prefix_mask, suffix_mask)[:, None], layer
 
-        x = block(x, position_S1, attend)
-    return model.finish(x)[:, 0], tuple(new)
+    x, new = _through_layers(model, layers, cache, token_S[:, None], position_S1, attend)
+    return model.finish(x)[:, 0], new
 
 
 def decode_attention(
@@ -194,24 +206,32 @@ def decode_attention(
     """One new token a slot against its lane's prompt and its own suffix: [S, H, d].
 
     The M slots of a lane read their prompt's keys as one [M·H/K, d] × [d, T] product, so a prompt is
-    fetched once a lane and not once a slot. Softmax runs over both parts together, in float32.
+    fetched once a lane and not once a slot. The two parts meet as in flash attention: each gives its
+    weighted values, the sum of its weights, and the maximum that both were scaled by.
     """
     S, H, d = q_SHd.shape
-    P, prompt = prefix_mask_PT.shape
+    P = prefix_mask_PT.shape[0]
     K = cache.prefix_k.shape[0] // P
     M, G = S // P, H // K
+
+    def part(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+        """q [rows · K, n, d], mask [rows, T] → values [rows, K · n, d]; totals, maxima [rows, K · n, 1]."""
+        n, rows, T = q.shape[1], *mask.shape
+        score = (q @ k).astype(jnp.float32).reshape(rows, K * n, T)
+        score = jnp.where(mask[:, None], score, jnp.float32(MASKED))
+        top = score.max(-1, keepdims=True)
+        weight = jnp.exp(score - top)
+        value = weight.astype(v.dtype).reshape(rows * K, n, T) @ v
+        return value.reshape(rows, K * n, d), weight.sum(-1, keepdims=True), top
+
     q = q_SHd.reshape(P, M, K, G, d)
-    lane_q = q.transpose(0, 2, 1, 3, 4).reshape(P * K, M * G, d)
-    prefix = (lane_q @ cache.prefix_k.swapaxes(1, 2)).reshape(P, K, M, G, prompt)
-    prefix = jnp.where(prefix_mask_PT[:, None, None, None], prefix.astype(jnp.float32), jnp.float32(MASKED))
-    suffix = (q.reshape(S * K, G, d) @ cache.suffix_k.swapaxes(1, 2)).reshape(P, M, K, G, -1)
-    suffix_mask = suffix_mask_ST.reshape(P, M, 1, 1, -1)
-    suffix = jnp.where(suffix_mask, suffix.astype(jnp.float32), jnp.float32(MASKED)).transpose(0, 2, 1, 3, 4)
-    top = jnp.maximum(prefix.max(-1, keepdims=True), suffix.max(-1, keepdims=True))
-    prefix, suffix = jnp.exp(prefix - top), jnp.exp(suffix - top)
-    total = prefix.sum(-1, keepdims=True) + suffix.sum(-1, keepdims=True)
-    prefix_w = (prefix / total).astype(cache.prefix_v.dtype).reshape(P * K, M * G, prompt)
-    suffix_w = (suffix / total).astype(cache.suffix_v.dtype).transpose(0, 2, 1, 3, 4).reshape(S * K, G, -1)
-    from_prefix = (prefix_w @ cache.prefix_v).reshape(P, K, M, G, d).transpose(0, 2, 1, 3, 4)
-    from_suffix = (suffix_w @ cache.suffix_v).reshape(P, M, K, G, d)
-    return (from_prefix + from_suffix).reshape(S, H, d)
+    by_lane = part(q.swapaxes(1, 2).reshape(P * K, M * G, d), cache.prefix_k, cache.prefix_v, prefix_mask_PT)
+    by_slot = part(q.reshape(S * K, G, d), cache.suffix_k, cache.suffix_v, suffix_mask_ST)
+    value_p, total_p, top_p = (x.reshape(P, K, M, G, -1).swapaxes(1, 2).reshape(S, H, -1) for x in by_lane)
+    value_s, total_s, top_s = by_slot
+    top = jnp.maximum(top_p, top_s)
+    scale_p, scale_s = jnp.exp(top_p - top), jnp.exp(top_s - top)
+    total = total_p * scale_p + total_s * scale_s
+    return value_p * (scale_p / total).astype(value_p.dtype) + value_s * (scale_s / total).astype(
+        value_s.dtype
+    )

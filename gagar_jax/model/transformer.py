@@ -141,7 +141,7 @@ def attention(q_BQHd: jax.Array, parts: list[tuple[jax.Array, jax.Array, jax.Arr
 
     Args:
       q_BQHd: queries, already scaled.
-      parts: (k [B, K, T, d], v [B, K, T, d], mask [B, Q, T]) for each stretch.
+      parts: (k [B, K, d, T], v [B, K, T, d], mask [B, Q, T]) for each stretch.
 
     Returns:
       [B, Q, H, d] in the dtype of v.
@@ -151,7 +151,7 @@ def attention(q_BQHd: jax.Array, parts: list[tuple[jax.Array, jax.Array, jax.Arr
     q = q_BQHd.reshape(B, Q, K, H // K, d).transpose(0, 2, 3, 1, 4).reshape(B, K, H // K * Q, d)
     scores = []
     for k, _, mask in parts:
-        score = (q @ k.swapaxes(-1, -2)).reshape(B, K, H // K, Q, k.shape[2]).astype(jnp.float32)
+        score = (q @ k).reshape(B, K, H // K, Q, k.shape[3]).astype(jnp.float32)
         scores.append(jnp.where(mask[:, None, None], score, jnp.float32(MASKED)))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     out, start = jnp.zeros((B, K, H // K * Q, d), parts[0][1].dtype), 0

@@ -1,7 +1,9 @@
 """The host's side of the compiled rollout: which episode is in which slot, and what its environment says.
 
-Environments are stepped in threads; the callback itself only moves tokens. It never blocks while some
-slot can decode, and when all slots wait it waits on a queue. A minute-long test run stalls its own slot.
+Environments are stepped in threads; the callback itself only moves tokens. A block costs the device the
+same for one live slot as for all, so while most episodes are with their environments the callback waits
+for more of them, though no longer than the last block took: at worst that doubles a block's time, and a
+minute-long test run stalls its own slot only.
 
 Whatever an environment does wrong ends its own episode as INVALID, with the reason, logged and counted;
 a fault of this file ends the program and is raised by `collect`. No jax here: NumPy in, NumPy out.
@@ -10,6 +12,7 @@ a fault of this file ends the program and is raised by `collect`. No jax here: N
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -134,7 +137,8 @@ class Exchange:
         self.error: BaseException | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.wait_s = 0.0
-        self.started = time.monotonic()
+        self._replied: float | None = None
+        self._block_s = 0.1  # what the device took since the last reply; before the first one, a guess
 
     def cancel(self) -> None:
         """Ends the program at its next exchange; finished trajectories have been handed over already."""
@@ -144,6 +148,8 @@ class Exchange:
 
     def exchange(self, report: Report) -> Reply:
         reply = Reply(*(np.zeros(s.shape, np.int32) for s in self._shapes))
+        if self._replied is not None:
+            self._block_s = time.monotonic() - self._replied
         try:
             self._absorb(report)
             self._answer(reply)
@@ -152,6 +158,7 @@ class Exchange:
         ) as error:  # an exception in a callback would reach XLA as an opaque text: carry it out
             self.error = error
             reply.stop_1[0] = 1
+        self._replied = time.monotonic()
         return reply
 
     def _absorb(self, report: Report) -> None:
@@ -173,31 +180,27 @@ class Exchange:
                 self._pool.threads.submit(self._step, index, action, exhausted)
 
     def _answer(self, reply: Reply) -> None:
-        """Fills the reply; waits only when neither the device nor this reply has anything to do."""
+        """Fills the reply, once enough slots can decode or the wait for more has lasted a block's time."""
+        until = time.monotonic() + self._block_s
         while True:
             if self._cancelled.is_set():
                 reply.stop_1[0] = 1
                 return
-            self._fill_lanes()
-            sent = False
             while not self._results.empty():
-                sent |= self._deliver(self._results.get_nowait(), reply)
+                self._deliver(self._results.get_nowait(), reply)
             self._fill_lanes()
-            if sent or any(slot.decoding for slot in self._slots):
-                return
-            if all(slot.ticket is None for slot in self._slots):
+            decoding = sum(slot.decoding for slot in self._slots)
+            away = sum(slot.ticket is not None for slot in self._slots) - decoding
+            if not decoding and not away:
                 reply.stop_1[0] = 1
                 return
-            start = time.monotonic()
-            try:
-                result = self._results.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            finally:
-                self.wait_s += time.monotonic() - start
-            if self._deliver(result, reply):
-                self._fill_lanes()
+            patience = 0.5 if not decoding else until - time.monotonic()
+            if decoding and (decoding >= away or patience <= 0):
                 return
+            start = time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                self._deliver(self._results.get(timeout=patience), reply)
+            self.wait_s += time.monotonic() - start
 
     # ---- lanes and slots
 

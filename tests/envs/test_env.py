@@ -31,6 +31,19 @@ def env() -> Iterator[CodeRepairEnv]:
     made.close()
 
 
+@pytest.mark.parametrize(
+    "text", ["<a.Key object at {}>", "<a.Key...{}>", "assert <Job at {}, ...> == <Job at {}, ...>"]
+)
+@pytest.mark.parametrize("cut", range(4))
+def test_observations_do_not_hold_addresses(text: str, cut: int) -> None:
+    shortened = "..." in text.split("{}")[0]
+    addresses = [address[cut * shortened :] for address in ("0x7f3d9f403c90", "0x7fa118bab110")]
+    first, second = (env_module.without_addresses(text.replace("{}", a)) for a in addresses)
+    assert first == second
+    kept = "KeyError: 'deadbeef' 0xff"
+    assert env_module.without_addresses(kept) == kept
+
+
 def some_task(qualname: str = "clamp") -> dict[str, Any]:
     return next(task for task in load_tasks(tiny_tasks()) if task["qualname"] == qualname)
 

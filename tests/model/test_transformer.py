@@ -87,7 +87,7 @@ def test_packed_attention_is_attention_under_the_mask(kv_heads: int) -> None:
     seen = (segment[:, :, None] == segment[:, None]) & np.tril(np.ones((T, T), bool))
 
     def whole(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, [(k.swapaxes(1, 2), v.swapaxes(1, 2), seen)])
+        return attention(q, [(k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), seen)])
 
     def blocked(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return packed_attention(q, k, v, segment, None, block=16)
