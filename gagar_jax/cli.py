@@ -104,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
         "--sft.steps 500",
     )
     _eval_command(commands)
+    compare = _command(
+        commands,
+        "compare",
+        "runs beside each other: mean over seeds, with the interval",
+        "Example:\n  gagar compare runs/pocket-0 runs/pocket-1 runs/pocket-2",
+        "Averages finished runs that differ in their seed alone; settings that differ make the arms.",
+    )
+    compare.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a finished run"
+    )
+    compare.set_defaults(run=_run_compare)
     _tasks_command(commands)
     _bench_command(commands)
     doctor = _command(
@@ -263,6 +274,13 @@ def _run_eval(parsed: argparse.Namespace) -> int:
     from gagar_jax import loop
 
     loop.evaluate(config, stage=stage or "rl")
+    return 0
+
+
+def _run_compare(parsed: argparse.Namespace) -> int:
+    from gagar_jax.report.compare import compare
+
+    compare(parsed.run_dirs)
     return 0
 
 

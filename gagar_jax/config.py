@@ -275,3 +275,20 @@ def load(path: os.PathLike[str] | str) -> Config:
 def dump(config: Config) -> str:
     """The resolved settings as YAML that `load` reads back to an equal object."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON would have it.
+
+    >>> leaves(Config())["train.mode"]
+    'sum_preserving'
+    """
+
+    def walk(value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {path: value}
+        return {
+            k: v for key, part in value.items() for k, v in walk(part, f"{path}.{key}".lstrip(".")).items()
+        }
+
+    return walk(config.model_dump(mode="json"), "")

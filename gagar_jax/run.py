@@ -49,14 +49,7 @@ FREE = {
 def changed_settings(old: Config, new: Config) -> list[str]:
     """`key: old → new` for every setting that would make this another run."""
 
-    def leaves(value: Any, path: str = "") -> dict[str, Any]:
-        if not isinstance(value, dict):
-            return {path: value}
-        return {
-            k: v for key, part in value.items() for k, v in leaves(part, f"{path}.{key}".lstrip(".")).items()
-        }
-
-    before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
+    before, after = settings.leaves(old), settings.leaves(new)
     free = FREE
     if new.train.optimizer.schedule != "constant":
         free = FREE - {"train.steps"}  # the learning rate of every step depends on where the run ends
