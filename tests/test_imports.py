@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": _BASE | {"model"},
     "data": _BASE | {"data"},
     "grading": _BASE | {"grading"},
-    "rollout": _LEARN | {"rollout"},
+    "rollout": _LEARN | {"rollout", "files"},
     "train": _LEARN | {"rollout", "train"},
     "checkpoint": _LEARN | {"rollout", "train", "files"},
     "metrics": _LEARN | {"rollout", "train", "files"},

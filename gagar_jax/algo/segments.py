@@ -5,7 +5,6 @@ The mathematics that uses them lives in `advantage.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,10 +13,12 @@ import jax.numpy as jnp
 
 R = TypeVar("R")  # a pytree of rows
 C = TypeVar("C")  # a pytree that rows are folded into
+Columns = tuple[jax.Array, ...]
 
 _CELLS = 4096  # few large groups are summed as up to this many partial sums, which keeps float32 accurate
-_BLOCK = 16_384  # rows a turn: a few columns of them fit a core's second-level cache
-_HALF = 16  # bits of a packed counter
+_BLOCK = 65_536  # rows a turn: a few columns of them fit a core's caches
+_RADIX = 4096  # a packed count is the members plus this times the passes
+_EXACT = 1 << 24  # float32 has every integer below
 
 
 def group_sum(column_N: jax.Array, group_id_N: jax.Array, *, num_groups: int) -> jax.Array:
@@ -26,8 +27,8 @@ def group_sum(column_N: jax.Array, group_id_N: jax.Array, *, num_groups: int) ->
 
 
 def group_sums(
-    columns: Callable[[R], tuple[jax.Array, ...]], rows: R, group_id_N: jax.Array, *, num_groups: int
-) -> tuple[jax.Array, ...]:
+    columns: Callable[[R], Columns], rows: R, group_id_N: jax.Array, *, num_groups: int
+) -> Columns:
     """Σ of columns over the rows of each group.
 
     Groups of hundreds of rows and more are summed in parts that are added pairwise, so that the rounding
@@ -44,16 +45,38 @@ def group_sums(
     """
     parts = _parts(group_id_N.shape[0], num_groups)
 
-    def add(sums: tuple[jax.Array, ...], block: tuple[R, jax.Array]) -> tuple[jax.Array, ...]:
-        block_rows, id_N = block
+    def add(tables: Columns, rows: tuple[Columns, jax.Array]) -> Columns:
+        added, id_N = rows
         if parts > 1:
             part_N = jax.lax.broadcasted_iota(jnp.int32, id_N.shape, 0) % parts
             id_N = jnp.where((id_N >= 0) & (id_N < num_groups), part_N * num_groups + id_N, -1)
-        added = zip(sums, columns(block_rows), strict=True)
-        return tuple(x.at[id_N].add(c, mode="drop", wrap_negative_indices=False) for x, c in added)
+        return tuple(
+            x.at[id_N].add(c, mode="drop", wrap_negative_indices=False)
+            for x, c in zip(tables, added, strict=True)
+        )
 
-    dtypes = [c.dtype for c in jax.eval_shape(columns, rows)]
-    sums = fold_rows(add, tuple(jnp.zeros((parts * num_groups,), d) for d in dtypes), (rows, group_id_N))
+    def empty(like: Columns) -> Columns:
+        return tuple(jnp.zeros((parts * num_groups,), c.dtype) for c in like)
+
+    def at_once(rows: R, group_id_N: jax.Array) -> Columns:
+        added = columns(rows)
+        return add(empty(added), (added, group_id_N))
+
+    def in_blocks(rows: R, group_id_N: jax.Array) -> Columns:
+        def add_block(tables: Columns, block: tuple[R, jax.Array]) -> Columns:
+            return add(tables, (_paired(columns(block[0])), block[1]))
+
+        shapes = jax.eval_shape(columns, rows)
+        tables = fold_rows(
+            add_block, empty(jax.eval_shape(_paired, shapes)), (rows, group_id_N), block=_BLOCK
+        )
+        return _unpaired(tables, shapes)
+
+    # Sharded rows must not go through a loop (each turn would need a collective).
+    if group_id_N.shape[0] <= _BLOCK or jax.device_count() > 1:
+        sums = at_once(rows, group_id_N)
+    else:
+        sums = jax.lax.platform_dependent(rows, group_id_N, cpu=in_blocks, default=at_once)
     while parts > 1:
         parts //= 2
         sums = tuple(x[: parts * num_groups] + x[parts * num_groups :] for x in sums)
@@ -68,10 +91,10 @@ def group_counts(
     *,
     num_groups: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How many rows of each group are valid, how many passed, and Σ of a column, in two scatters.
+    """How many rows of each group are valid, how many passed, and Σ of a column, as two columns.
 
-    Both counts are packed into one int32, 16 bits each. Where some group has 2¹⁶ members that overflows,
-    which shows in the total, and the two are counted apart.
+    Both counts are packed into one float32. Where some group has thousands of members they may not fit,
+    which shows, and the two are counted apart.
 
     Args:
       flags: (valid, passed) of a set of rows, bool; a passed row is valid.
@@ -84,55 +107,61 @@ def group_counts(
       (size_G, passes_G, sum_G), float32.
     """
 
-    def packed_and_column(rows: R) -> tuple[jax.Array, jax.Array]:
-        valid_N, passed_N = (flag_N.astype(jnp.int32) for flag_N in flags(rows))
-        return valid_N + (passed_N << _HALF), column(rows)
+    def packed_and_column(rows: R) -> Columns:
+        valid_N, passed_N = (flag_N.astype(jnp.float32) for flag_N in flags(rows))
+        return valid_N + _RADIX * passed_N, column(rows)
 
-    def apart(rows: R) -> tuple[jax.Array, jax.Array]:
+    def apart(rows: R) -> Columns:
         valid_N, passed_N = (flag_N.astype(jnp.int32) for flag_N in flags(rows))
         return valid_N, passed_N
 
-    def count(total: jax.Array, rows: R) -> jax.Array:
-        return total + jnp.sum(flags(rows)[0], dtype=jnp.int32)
-
     packed_G, sum_G = group_sums(packed_and_column, rows, group_id_N, num_groups=num_groups)
-    low_G = packed_G & ((1 << _HALF) - 1)
-    counts = (low_G, jax.lax.shift_right_logical(packed_G, jnp.int32(_HALF)))
-    if group_id_N.shape[0] >= 1 << _HALF:
-        total = fold_rows(count, jnp.zeros((), jnp.int32), rows)
+    whole_G = packed_G.astype(jnp.int32)
+    counts: Columns = (whole_G % _RADIX, whole_G // _RADIX)
+    if group_id_N.shape[0] >= _RADIX:
+        # Below _EXACT the sums are exact, and a size that ran over into the passes is missing here.
+        fits = (jnp.max(packed_G) < _EXACT) & (jnp.sum(counts[0]) == jnp.sum(flags(rows)[0], dtype=jnp.int32))
         counts = jax.lax.cond(
-            jnp.sum(low_G) == total,
-            lambda: counts,
-            lambda: group_sums(apart, rows, group_id_N, num_groups=num_groups),
+            fits, lambda: counts, lambda: group_sums(apart, rows, group_id_N, num_groups=num_groups)
         )
     return counts[0].astype(jnp.float32), counts[1].astype(jnp.float32), sum_G
 
 
-def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int | None = None) -> C:
-    """`add(initial, rows)`; on a single CPU device one cache-sized block of rows after another.
+def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int) -> C:
+    """`add(initial, rows)`, one block of rows after another.
 
-    What `add` computes row by row then stays in cache, and is never stored for all rows at once: with
-    millions of rows, storing it costs more than the sums. Sharded rows must not go through a loop (each turn
-    would need a collective), and other platforms want all rows at once.
+    What `add` computes row by row then stays in a core's cache and is never stored for all rows: with
+    millions of rows, storing it costs more than the sums.
 
     Args:
       add: folds a set of rows into the carry; any split of the rows must give the same result.
       initial: the carry to begin with.
       rows: a pytree of arrays of shape [N].
-      block: rows a turn; None decides by device.
+      block: rows a turn.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    if block is None and (count <= _BLOCK or jax.device_count() > 1):
-        return add(initial, rows)
-    if block is None:
-        blocked = functools.partial(fold_rows, add, block=_BLOCK)
-        return jax.lax.platform_dependent(initial, rows, cpu=blocked, default=add)
     blocks = count // block
     head = jax.tree.map(lambda x: x[: blocks * block].reshape(blocks, block), rows)
     carry, _ = jax.lax.scan(lambda carry, turn: (add(carry, turn), None), initial, head)
     if count % block:
         carry = add(carry, jax.tree.map(lambda x: x[blocks * block :], rows))
     return carry
+
+
+def _paired(columns: Columns) -> Columns:
+    """Float32 columns two by two as complex numbers: a scatter is one serial loop, and then adds both."""
+    floats = [c for c in columns if c.dtype == jnp.float32]
+    pairs = [jax.lax.complex(a, b) for a, b in zip(floats[::2], floats[1::2], strict=False)]
+    odd = floats[-1:] if len(floats) % 2 else []
+    return (*pairs, *odd, *(c for c in columns if c.dtype != jnp.float32))
+
+
+def _unpaired(sums: Columns, like: Columns) -> Columns:
+    """The sums of `_paired(like)`, in the order of `like`."""
+    floats = [part for x in sums if x.dtype == jnp.complex64 for part in (x.real, x.imag)]
+    floats += [x for x in sums if x.dtype == jnp.float32]
+    others = [x for x in sums if x.dtype not in (jnp.float32, jnp.complex64)]
+    return tuple((floats if c.dtype == jnp.float32 else others).pop(0) for c in like)
 
 
 def to_rows(table_GC: jax.Array, group_id_N: jax.Array) -> tuple[jax.Array, ...]:

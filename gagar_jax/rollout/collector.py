@@ -18,6 +18,7 @@ import jax
 
 from gagar_jax.config import RolloutConfig
 from gagar_jax.data.tokenizer import Tokenizer
+from gagar_jax.files import writing
 from gagar_jax.rollout.exchange import EnvPool, Exchange, Finished, Prompt, collect
 from gagar_jax.rollout.sampler import Sampler
 from gagar_jax.types import Group, to_json, trajectory_from_json
@@ -61,7 +62,7 @@ class Journal:
         new = {path: text for path, text in finished.base_files.items() if (group, path) not in self._written}
         record = to_json(finished.trajectory) | {"base_files": new}
         self._written.update((group, path) for path in new)
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 

@@ -51,7 +51,7 @@ def test_group_counts(rows):
     np.testing.assert_allclose(total, np.bincount(group_id, column, 5), rtol=5e-6)
 
 
-@pytest.mark.parametrize("size", [65_535, 65_536, 131_072])
+@pytest.mark.parametrize("size", [4_095, 4_096, 8_191, 65_536, 131_072])
 def test_group_counts_at_the_edge_of_the_packing(size):
     rows = size + 10
     valid = np.arange(rows) < size
@@ -59,7 +59,7 @@ def test_group_counts_at_the_edge_of_the_packing(size):
     np.testing.assert_array_equal(np.stack(got), [[size, 0]] * 3)
 
 
-@pytest.mark.parametrize("block", [8, 64, 100])
+@pytest.mark.parametrize("block", [8, 64, 99])
 def test_folding_in_blocks_equals_folding_at_once(block):
     """Also the gradient, and a last block that is shorter."""
     rng = np.random.default_rng(4)
@@ -72,7 +72,7 @@ def test_folding_in_blocks_equals_folding_at_once(block):
         sums = segments.fold_rows(add, jnp.zeros(7), (column, jnp.asarray(group_id)), block=block)
         return jnp.sum(sums**2), sums
 
-    (_, one), one_gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(column), None)
+    (_, one), one_gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(column), 100)
     (_, many), many_gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(column), block)
     np.testing.assert_allclose(many, one, rtol=1e-6)
     np.testing.assert_allclose(many_gradient, one_gradient, rtol=1e-6)
@@ -84,7 +84,7 @@ from gagar_jax.algo.advantage import group_advantages
 from tests.algo.batches import random_batch
 assert jax.device_count() == 1
 for binary in (True, False):
-    batch = random_batch(np.random.default_rng(0), rows=40_000, groups=3_000, binary=binary)
+    batch = random_batch(np.random.default_rng(0), rows=100_000, groups=3_000, binary=binary)
     program = jax.jit(functools.partial(group_advantages, num_groups=3_000)).lower(*batch).compile()
     assert "while" in program.as_text()
     whole = np.asarray(program(*batch).advantage_N)
@@ -107,6 +107,28 @@ def test_a_single_device_folds_in_blocks(user_environment):
         text=True,
     )
     assert run.stdout == "equal\n", run.stderr
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2047, 4095])
+@pytest.mark.parametrize("sizes", [(4_096, 5), (5_000, 4_200), (9_000, 9_000, 1)])
+def test_sizes_that_run_over_the_packing_are_noticed(passes, sizes):
+    """Members that carry into the passes, with few passes and many, in one group or several."""
+    group_id = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
+    valid = np.ones(len(group_id), bool)
+    passed = np.concatenate([np.arange(size) < min(passes, size) for size in sizes])
+    got = counts(valid, passed, passed.astype(np.float32), group_id, len(sizes))
+    expected = [min(passes, size) for size in sizes]
+    np.testing.assert_array_equal(np.stack(got), [sizes, expected, expected])
+
+
+def test_columns_come_back_as_they_went():
+    """Any mixture of dtypes, paired or not."""
+    f, i = jnp.arange(3.0), jnp.arange(3, dtype=jnp.int32)
+    for columns in [(f,), (f, i), (f, f + 1), (i, f, f + 1, i + 1, f + 2), (f, f + 1, f + 2, f + 3)]:
+        back = segments._unpaired(segments._paired(columns), columns)
+        for a, b in zip(columns, back, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
 
 
 def test_to_rows():
