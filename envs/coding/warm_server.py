@@ -15,6 +15,7 @@ Not seen by the map: functions that a test executes only in another process.
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -35,7 +36,7 @@ else:  # the sandbox has these files side by side, and no package `envs`
     from code_swap import NeedsCold
     from test_runner import Emit
 
-_CPU_FLOOR_S, _CPU_RATIO = 2.0, 10.0
+_CPU_FLOOR_S, _CPU_RATIO = 0.5, 10.0
 
 
 class CallRecorder:
@@ -268,7 +269,7 @@ def _limit_cpu(pristine_s: float) -> None:
     Processor time, not wall-clock: the verdict must not depend on what else the machine is doing.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    budget = min(soft, int(_CPU_FLOOR_S + _CPU_RATIO * pristine_s) + 1)
+    budget = min(soft, math.ceil(_CPU_FLOOR_S + _CPU_RATIO * pristine_s))
     resource.setrlimit(resource.RLIMIT_CPU, (budget, hard))
 
 
