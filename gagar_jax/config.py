@@ -150,8 +150,44 @@ class RolloutConfig(Section):
     temperature: float = pydantic.Field(1.0, gt=0)
 
 
+class AgenticConfig(Section):
+    """A chat model that grades. Its key is read from the environment and written nowhere."""
+
+    base_url: str | None = None
+    """Of an OpenAI-compatible endpoint; None takes OPENAI_BASE_URL, or OpenAI's own."""
+    model: str = ""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Name of the environment variable that holds the key."""
+    temperature: float = pydantic.Field(0.2, ge=0)
+    stream: bool = False
+    orders: int = pydantic.Field(1, ge=1, le=2)
+    """2 grades every group in two opposite orders, and voids a verdict that the order decided."""
+    max_reversals: float = pydantic.Field(0.25, ge=0, le=1)
+    """With two orders: largest share of strictly ordered pairs that may come out reversed."""
+    max_turns: int = pydantic.Field(30, ge=1)
+    corrections: int = pydantic.Field(2, ge=0)
+    """Answers that cannot be read and may be given again, a conversation."""
+    max_output_tokens: int = pydantic.Field(4096, ge=64)
+    """Of one answer."""
+    max_group_tokens: int = pydantic.Field(400_000, ge=1)
+    """Of one conversation, prompts included."""
+    max_run_tokens: int = pydantic.Field(0, ge=0)
+    """Of the whole run; nothing more is asked beyond it. 0 is no cap."""
+    request_timeout_s: float = pydantic.Field(120.0, gt=0)
+    max_retries: int = pydantic.Field(4, ge=0)
+    """Of a request that met 429, 5xx or a broken connection; the wait between them grows."""
+    wall_s: float = pydantic.Field(600.0, gt=0)
+    """Of one group."""
+    command_s: float = pydantic.Field(30.0, gt=0)
+    total_command_s: float = pydantic.Field(120.0, ge=0)
+    """Seconds for one command, and for all of one conversation."""
+    result_characters: int = pydantic.Field(12_000, ge=200)
+    """Of one tool's result; what is longer is cut, and says so."""
+
+
 class GradingConfig(Section):
-    grader: Literal["structural"] = "structural"
+    grader: Literal["structural", "agentic"] = "structural"
+    agentic: AgenticConfig = AgenticConfig()
     concurrency: int = pydantic.Field(2, ge=1)
     deadline_s: float = pydantic.Field(10.0, ge=0)
     """How long the train step waits for a batch's verdicts; what is not there by then is ungraded."""
@@ -163,6 +199,11 @@ class GradingConfig(Section):
     breaker_window: int = pydantic.Field(20, ge=1)
     breaker_threshold: float = pydantic.Field(0.5, gt=0, le=1)
     breaker_cooldown_s: float = pydantic.Field(60.0, ge=0)
+
+    def tiers(self) -> dict[str, float]:
+        """The tier values, as `rubric.coefficients` takes them."""
+        names = ("tier1_best", "tier1_rest", "tier2_best", "tier2_worst", "tier3")
+        return {name: getattr(self, name) for name in names}
 
 
 class TrainConfig(Section):

@@ -50,7 +50,7 @@ def evaluate_policy(run: Run, params: Any, stage: str, *, version: int) -> dict[
             stage=EVALUATION, journal=journal, progress=_progress(run, name, before, total),
         )  # fmt: skip
         before += len(tasks) * config.samples
-        results[name] = measure(collected.groups, tiers=tier_values(run))
+        results[name] = measure(collected.groups, tiers=run.config.grading.tiers())
     write_atomic(run.dir / f"eval_{stage}.json", json.dumps(_finite(results), indent=1) + "\n")
     return results
 
@@ -83,13 +83,6 @@ def measure(groups: Sequence[Group], *, tiers: dict[str, float]) -> dict[str, fl
         "invalid": sum(len(group.trajectories) for group in groups) - len(every),
     }
     return measures | {f"tier{n}_share": _mean([grade.tier == n for grade in grades]) for n in (1, 2, 3)}
-
-
-def tier_values(run: Run) -> dict[str, float]:
-    """The grading settings as `rubric.coefficients` takes them."""
-    g = run.config.grading
-    names = ("tier1_best", "tier1_rest", "tier2_best", "tier2_worst", "tier3")
-    return {name: getattr(g, name) for name in names}
 
 
 def _grades(group: Group, tiers: dict[str, float]) -> list[Grade]:

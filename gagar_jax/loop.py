@@ -25,12 +25,11 @@ from gagar_jax.evaluation import evaluate_policy
 from gagar_jax.files import write_atomic
 from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.service import GradingService
-from gagar_jax.grading.structural import StructuralGrader
 from gagar_jax.report.summary import evaluation_tables, write_summary
 from gagar_jax.rollout.collector import Collected, Journal
 from gagar_jax.rollout.episode import demonstration_tokens
 from gagar_jax.rollout.exchange import INVALID_CAUSES
-from gagar_jax.run import Run
+from gagar_jax.run import Run, run_grader
 from gagar_jax.train.state import TrainState, abstract_state, init_state, make_optimizer, restart
 from gagar_jax.train.step import Credit, make_sft_step, make_train_step, programs_compiled
 from gagar_jax.types import Demonstration, Group, UserError, to_json
@@ -218,9 +217,9 @@ def _collect(
 
 def _grading_service(run: Run) -> GradingService:
     return GradingService(
-        StructuralGrader(),
+        run_grader(run.config, run.plugin, run.tasks_dir, run.dir),
+        run.config.grading,
         mode=run.config.train.mode,
-        **run.config.grading.model_dump(exclude={"grader"}),
     )
 
 
@@ -266,6 +265,8 @@ def _write_trajectories(
                 "graded": record.get("graded", False),
                 "ungraded_cause": record.get("cause"),
             }
+            if trajectory is group.trajectories[0]:  # what `gagar grade` needs besides, once a group
+                extra |= {"task": group.task, "base_files": group.base_files}
             lines.append(json.dumps(to_json(trajectory) | member | extra) + "\n")
             n += 1
     write_atomic(run.dir / "trajectories" / f"step_{step:05d}.jsonl", "".join(lines))

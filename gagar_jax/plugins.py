@@ -6,9 +6,11 @@ A package declares its plugin in its metadata, so that gagar_jax imports no envi
 from __future__ import annotations
 
 import importlib.metadata
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-from gagar_jax.types import EnvironmentPlugin, UserError
+from gagar_jax.types import CommandRunner, EnvironmentPlugin, UserError
 
 GROUP = "gagar_jax.environments"
 
@@ -31,6 +33,24 @@ class Diagnosable(Protocol):
 
     def doctor(self) -> list[tuple[str, bool | None, str]]:
         """Rows of name, ok and text, as in `Check`."""
+        ...
+
+
+@runtime_checkable
+class Repositories(Protocol):
+    """A plugin whose tasks are repositories, which a grader may then read whole. Optional."""
+
+    def base_tree(self, tasks_dir: Path, task: Mapping[str, Any]) -> Mapping[str, bytes]:
+        """Path → bytes of what the agent was handed for a task."""
+        ...
+
+
+@runtime_checkable
+class Confining(Protocol):
+    """A plugin that can run a grader's commands confined. Optional."""
+
+    def command_runner(self, confinement: str) -> CommandRunner:
+        """Raises UserError where commands cannot be confined in this way."""
         ...
 
 

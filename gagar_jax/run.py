@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import json
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,13 +27,15 @@ from gagar_jax.console import Console
 from gagar_jax.data.packing import check_row_length
 from gagar_jax.data.tokenizer import END, Tokenizer
 from gagar_jax.files import write_atomic, writing
+from gagar_jax.grading.graders import make_grader
+from gagar_jax.grading.service import Grader
 from gagar_jax.metrics import MetricsWriter
 from gagar_jax.model import sharding, transformer
-from gagar_jax.plugins import environment_plugin
+from gagar_jax.plugins import Confining, Repositories, environment_plugin
 from gagar_jax.rollout.collector import Collector
 from gagar_jax.rollout.exchange import EnvPool
 from gagar_jax.rollout.sampler import Sampler
-from gagar_jax.types import UserError
+from gagar_jax.types import EnvironmentPlugin, UserError
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +160,32 @@ class Run:
         )
         sampler = Sampler(self.graph, rollout, END, self.mesh)
         return Collector(sampler, self._pool, self.tokenizer, rollout, key=self.key)
+
+
+def run_grader(config: Config, plugin: EnvironmentPlugin, tasks_dir: Path, run_dir: Path) -> Grader:
+    """The run's grader, with what its environment lends it: whole repositories, and confined commands.
+
+    Conversations of an agentic grader are appended to grading.jsonl of the run folder.
+
+    Raises:
+      UserError: the grader lacks something it must have.
+    """
+    if config.grading.grader == "structural":
+        return make_grader(config.grading)
+    lock, path = threading.Lock(), run_dir / "grading.jsonl"
+
+    def keep(conversation: dict[str, Any]) -> None:
+        with lock, writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(conversation) + "\n")
+
+    return make_grader(
+        config.grading,
+        run=plugin.command_runner(config.env.confinement) if isinstance(plugin, Confining) else None,
+        repository=functools.partial(plugin.base_tree, tasks_dir)
+        if isinstance(plugin, Repositories)
+        else None,
+        keep=keep,
+    )
 
 
 def _check(config: Config) -> None:

@@ -17,7 +17,7 @@ import ast
 import dataclasses
 import enum
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -190,11 +190,27 @@ class GroupVerdict:
     """A grader's answer for one group: one entry per passed member and for no other.
 
     `external` maps a member (passed or not) to the evidence that its answer was copied from outside.
+    `commands` is the record of what the grader ran: member → command → output.
     """
 
     grader: str
     candidates: tuple[CandidateVerdict, ...]
     external: dict[int, tuple[Evidence, ...]] = dataclasses.field(default_factory=dict)
+    commands: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+
+class CommandRunner(Protocol):
+    """Runs a grader's commands. Confined: no network, own view of the file system, limits, nothing kept."""
+
+    def run(self, tree: Mapping[str, bytes], command: str, *, timeout_s: float) -> str:
+        """What a shell command prints (both streams), and how it ended, in a copy of a tree. Thread-safe.
+
+        Args:
+          tree: path → bytes; the command's current folder.
+          command: for `sh -c`.
+          timeout_s: wall-clock limit.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from envs.coding import build, demonstrations, tasks
+from envs.coding.commands import ConfinedCommands
 from envs.coding.demonstrations import Problem
 from envs.coding.shared import make_prompt
 from envs.coding.tools import GRAMMAR
@@ -75,6 +77,14 @@ class CodeRepair:
             progress=progress,
         )
 
+    def base_tree(self, tasks_dir: Path, task: Mapping[str, Any]) -> dict[str, bytes]:
+        """What the agent was handed: the package's files, the bug among them."""
+        package = _package(tasks_dir, task["package"])
+        return package.files | {task["path"]: package.broken(dict(task))}
+
+    def command_runner(self, confinement: str) -> ConfinedCommands:
+        return ConfinedCommands(confinement)
+
     def doctor(self) -> list[tuple[str, bool | None, str]]:
         """What this machine has for code repair: pip, confinement, and where working copies go."""
         rows: list[tuple[str, bool | None, str]] = []
@@ -90,5 +100,7 @@ class CodeRepair:
         rows.append(("working copies", True if in_memory else None, text))
         return rows
 
+
+_package = functools.lru_cache(maxsize=32)(tasks.load_package)
 
 CODE_REPAIR = CodeRepair()

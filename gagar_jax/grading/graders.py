@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from gagar_jax.config import GradingConfig
+from gagar_jax.grading.agentic.grader import AgenticGrader, Repository
 from gagar_jax.grading.service import Grader
 from gagar_jax.grading.structural import StructuralGrader
+from gagar_jax.types import CommandRunner
 
 
-def make_grader(config: GradingConfig) -> Grader:
-    """The grader that `grading.grader` names."""
+def make_grader(
+    config: GradingConfig,
+    *,
+    run: CommandRunner | None = None,
+    repository: Repository | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> Grader:
+    """The grader that `grading.grader` names. Arguments are for `AgenticGrader`; see there.
+
+    Raises:
+      UserError: what it needs is not installed or not set.
+    """
+    if config.grader == "agentic":
+        return AgenticGrader(config.agentic, run=run, repository=repository, keep=keep)
     return StructuralGrader()

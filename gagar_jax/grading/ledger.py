@@ -23,6 +23,7 @@ class Job:
     """One submitted group. `cause` None and `stage` done means graded."""
 
     group: Group
+    audit: bool = False  # one passed member: asked about external reliance alone
     stage: str = PENDING
     cause: Ungraded | None = None
     detail: str = ""
@@ -36,6 +37,10 @@ class Job:
     @property
     def graded(self) -> bool:
         return self.stage == DONE and self.cause is None
+
+    @property
+    def usable(self) -> bool:
+        return self.graded or (self.audit and self.stage == DONE and self.cause is Ungraded.ONE_PASSED)
 
     @property
     def settled(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from gagar_jax.config import GradingConfig
 from gagar_jax.grading import ledger, rubric
 from gagar_jax.grading.breaker import Breaker
 from gagar_jax.grading.ledger import DONE, RUNNING, Job, eligibility
@@ -30,7 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class Grader(Protocol):
-    """Anything that judges a whole group. It is called from several threads at once."""
+    """Anything that judges a whole group. It is called from several threads at once.
+
+    One whose attribute `audits_external` is true is also shown groups with one passed member: nothing is
+    ranked there, and of its verdict only `external` counts.
+    """
 
     def grade(self, group: Group) -> GroupVerdict: ...
 
@@ -42,63 +47,51 @@ class GradingService:
 
     Args:
       grader: judges one group a call.
-      concurrency: groups judged at once. A grader call that its batch no longer waits for gives its
-        place up; until then a hanging call keeps one of the places.
-      deadline_s: seconds `redeem` may wait, once for a whole batch.
+      config: `concurrency` groups are judged at once (a call that its batch no longer waits for gives its
+        place up; until then a hanging call keeps one of the places); `redeem` waits `deadline_s` seconds,
+        once for a whole batch; tiers as in `rubric.coefficients`, breaker as in `Breaker`.
       mode: the run's redistribution mode; with "none" nothing is graded.
-      tier1_best, tier1_rest, tier2_best, tier2_worst, tier3: see `rubric.coefficients`.
-      breaker_window, breaker_threshold, breaker_cooldown_s: see `Breaker`.
     """
 
     def __init__(
         self,
         grader: Grader,
+        config: GradingConfig,
         *,
-        concurrency: int,
-        deadline_s: float,
         mode: Literal["none", "downweight", "sum_preserving"],
-        tier1_best: float,
-        tier1_rest: float,
-        tier2_best: float,
-        tier2_worst: float,
-        tier3: float,
-        breaker_window: int,
-        breaker_threshold: float,
-        breaker_cooldown_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._grader = grader
-        self._deadline_s = deadline_s
+        self._deadline_s = config.deadline_s
         self._mode = mode
-        self._tiers = {
-            "tier1_best": tier1_best,
-            "tier1_rest": tier1_rest,
-            "tier2_best": tier2_best,
-            "tier2_worst": tier2_worst,
-            "tier3": tier3,
-        }
+        self._tiers = config.tiers()
         self._breaker = Breaker(
-            window=breaker_window, threshold=breaker_threshold, cooldown_s=breaker_cooldown_s, clock=clock
+            window=config.breaker_window,
+            threshold=config.breaker_threshold,
+            cooldown_s=config.breaker_cooldown_s,
+            clock=clock,
         )
         self._jobs: dict[int, Job] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._workers = 0
-        for _ in range(concurrency):
+        for _ in range(config.concurrency):
             self._start_worker()
 
     # ---- the rollout's side --------------------------------------------------------------------------------
 
     def submit(self, group: Group) -> None:
         """Takes a complete group; returns at once. Submitting one again (after a resume) grades it again."""
-        job = Job(group)
         cause = Ungraded.DISABLED if self._mode == "none" else eligibility(group)
+        # Nothing to rank, but one answer that may have been copied from outside.
+        audit = cause is Ungraded.ONE_PASSED and getattr(self._grader, "audits_external", False)
+        job = Job(group, audit=audit)
         with self._changed:
             self._jobs[group.group] = job
-            if cause is not None:
+            if cause is not None and not audit:
                 self._settle(job, cause)
-        if cause is None:
+        if cause is None or audit:
             self._queue.put(job)
 
     def forget(self, groups: Iterable[int]) -> None:
@@ -146,7 +139,10 @@ class GradingService:
             entries = {
                 c.member: (c.scores, c.flags) for c in verdict.candidates if c.member not in verdict.external
             }
-            grades = rubric.coefficients(entries, **self._tiers)
+            if job.audit:
+                cause = Ungraded.ONE_PASSED
+            else:
+                grades = rubric.coefficients(entries, **self._tiers)
         except VoidVerdict as void:
             cause, detail = Ungraded.VOID, void.reason
             _log.warning("grading: the verdict on %s is void: %s", job, void.reason)
@@ -165,7 +161,7 @@ class GradingService:
                 _log.warning("grading: the verdict on %s came too late to be used (%.1f s)", job, job.grade_s)
                 return
             job.grades = grades
-            self._breaker.result(failed=cause is not None)
+            self._breaker.result(failed=cause in (Ungraded.VOID, Ungraded.ERROR))
             self._settle(job, cause, detail)
 
     def _settle(self, job: Job, cause: Ungraded | None, detail: str = "") -> None:
@@ -217,7 +213,8 @@ class GradingService:
                     external[i] = int(member) in job.verdict.external
                     if int(member) in job.grades:
                         quality[i] = job.grades[int(member)].quality
-            graded = np.asarray([int(g) in jobs for g in np.asarray(group_ticket_G)], np.int32)
+            graded_ids = {group for group, job in jobs.items() if job.graded}
+            graded = np.asarray([int(g) in graded_ids for g in np.asarray(group_ticket_G)], np.int32)
         except Exception:  # raising here would end the compiled step, and the run with it
             _log.exception("grading: redeeming a batch failed; it is trained ungraded")
             with self._changed:
@@ -226,7 +223,7 @@ class GradingService:
         return quality, external, graded.reshape(graded_G.shape)
 
     def _collect(self, groups: set[int]) -> dict[int, Job]:
-        """The graded jobs among `groups`, after waiting for those under way."""
+        """The jobs among `groups` whose verdicts count, after waiting for those under way."""
         start = time.monotonic()
         with self._changed:
             for group in sorted(groups - self._jobs.keys()):
@@ -241,7 +238,7 @@ class GradingService:
                 if not job.settled:
                     self._give_up(job, f"not there after waiting {waited:.2f} s")
                 job.redeemed = True
-            return {g: j for g, j in jobs.items() if j.graded}
+            return {g: j for g, j in jobs.items() if j.usable}
 
     # ---- what the run folder and the metrics show ----------------------------------------------------------
 

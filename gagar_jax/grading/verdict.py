@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from gagar_jax.grading import patch as patches
 from gagar_jax.grading import rubric
 from gagar_jax.grading.facts import Facts, trajectory_facts
+from gagar_jax.grading.fence import visible
 from gagar_jax.types import CandidateVerdict, Evidence, Flag, Group, GroupVerdict, Scores, Trajectory
 
 
@@ -23,15 +24,12 @@ class VoidVerdict(Exception):
         self.reason = reason
 
 
-def validate(
-    verdict: GroupVerdict, group: Group, *, commands: Mapping[str, str] | None = None
-) -> tuple[GroupVerdict, int]:
+def validate(verdict: GroupVerdict, group: Group) -> tuple[GroupVerdict, int]:
     """Checks a verdict against the group it is of.
 
     Args:
       verdict: what the grader returned.
       group: what it was shown.
-      commands: the record of commands the grader ran → their output, for evidence of that kind.
 
     Returns:
       (the verdict without the flags and external claims that had no evidence, how many those were).
@@ -48,7 +46,7 @@ def validate(
     kept = []
     for candidate in verdict.candidates:
         _check_scores(candidate)
-        source = _Source(members[candidate.member], group, commands or {})
+        source = _Source(members[candidate.member], group, verdict.commands)
         for flag, evidence in candidate.flags.items():
             if not isinstance(flag, Flag):
                 raise VoidVerdict(f"member {candidate.member}: {flag!r} is not a flag")
@@ -59,7 +57,7 @@ def validate(
     for member, evidence in verdict.external.items():
         if member not in members:
             raise VoidVerdict(f"external: member {member} is not in the group")
-        _Source(members[member], group, commands or {}).check(evidence)
+        _Source(members[member], group, verdict.commands).check(evidence)
         dropped += not evidence
     external = {m: e for m, e in verdict.external.items() if e}
     return dataclasses.replace(verdict, candidates=tuple(kept), external=external), dropped
@@ -93,10 +91,12 @@ def _check_scores(candidate: CandidateVerdict) -> None:
 class _Source:
     """What evidence about one member is checked against."""
 
-    def __init__(self, trajectory: Trajectory, group: Group, commands: Mapping[str, str]) -> None:
+    def __init__(
+        self, trajectory: Trajectory, group: Group, commands: Mapping[int, Mapping[str, str]]
+    ) -> None:
         self.trajectory = trajectory
         self.base_files = group.base_files
-        self.commands = commands
+        self.commands = commands.get(trajectory.ticket.member, {})
 
     def check(self, evidence: tuple[Evidence, ...]) -> None:
         for item in evidence:
@@ -145,11 +145,11 @@ class _Source:
         turn = turns[int(number) - 1]
         if not item.text.strip():
             return not turn.action.strip()  # an empty action can only be quoted as empty
-        return item.text in turn.action or item.text in turn.observation
+        return _holds(turn.action, item.text) or _holds(turn.observation, item.text)
 
     def _command(self, item: Evidence) -> bool:
         """A command of the grader's record whose output holds the text."""
-        return bool(item.text.strip()) and item.text in self.commands.get(item.where, "")
+        return bool(item.text.strip()) and _holds(self.commands.get(item.where, ""), item.text)
 
     def _fact(self, item: Evidence) -> bool:
         """A field of the member's computed facts with this value."""
@@ -159,4 +159,9 @@ class _Source:
 
 
 def _same(line: str, quoted: str) -> bool:
-    return bool(quoted.strip()) and line.strip() == quoted.strip()
+    """A model saw the line as `visible` shows it: a hidden character must not make it unquotable."""
+    return bool(quoted.strip()) and quoted.strip() in (line.strip(), visible(line).strip())
+
+
+def _holds(text: str, quoted: str) -> bool:
+    return quoted in text or quoted in visible(text)

@@ -81,8 +81,8 @@ def service_of() -> Iterator[Callable[..., GradingService]]:
     services: list[GradingService] = []
 
     def make(grader, *, mode: str = "sum_preserving", clock=time.monotonic, **changes) -> GradingService:
-        settings = GradingConfig(**{"deadline_s": 20.0} | changes).model_dump(exclude={"grader"})
-        services.append(GradingService(grader, mode=mode, clock=clock, **settings))
+        settings = GradingConfig(**{"deadline_s": 20.0} | changes)
+        services.append(GradingService(grader, settings, mode=mode, clock=clock))
         return services[-1]
 
     yield make
@@ -366,8 +366,8 @@ class Hanging:
     def grade(self, group):
         threading.Event().wait()
 
-settings = GradingConfig(deadline_s=0.1).model_dump(exclude={"grader"})
-service = GradingService(Hanging(), mode="sum_preserving", **settings)
+settings = GradingConfig(deadline_s=0.1)
+service = GradingService(Hanging(), settings, mode="sum_preserving")
 members = [trajectory(0, b"a"), trajectory(1, b"b"), trajectory(2, b"", status=Status.FAILED)]
 service.submit(group_of(members))
 print(service.redeem(np.zeros(1, int), np.zeros(1, int), np.zeros(1, int))[2].tolist())

@@ -107,9 +107,9 @@ def test_flags_and_claims_without_evidence_are_dropped_and_counted(group: Group)
 )
 def test_evidence_is_checked(group: Group, evidence, holds: bool):
     given = verdict(judged(0, evidence=(evidence,)), judged(1))
-    record = {"pytest -q": "2 passed in 0.1 s"}
+    given = dataclasses.replace(given, commands={0: {"pytest -q": "2 passed in 0.1 s"}})
     if holds:
-        assert validate(given, group, commands=record) == (given, 0)
+        assert validate(given, group) == (given, 0)
     else:
         with pytest.raises(VoidVerdict, match="does not exist"):
-            validate(given, group, commands=record)
+            validate(given, group)
