@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a finished run"
     )
     compare.set_defaults(run=_run_compare)
+    _grading_commands(commands)
     _tasks_command(commands)
     _bench_command(commands)
     doctor = _command(
@@ -178,6 +179,44 @@ def _eval_command(commands: _Commands[_Parser]) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run; it comes first")
     parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_eval, command="eval")
+
+
+def _grading_commands(commands: _Commands[_Parser]) -> None:
+    grade = _command(
+        commands,
+        "grade",
+        "grade stored groups again, or compare two graders on them",
+        "Example:\n  gagar grade runs/pocket --groups 3,17\n"
+        "  gagar grade runs/pocket --compare structural agentic --grading.agentic.model MODEL\n",
+        "Prints a sheet a group: ranking, tier, f, scores, flags with their evidence, what was voided or\n"
+        "dropped and why. Changes nothing in the run folder.\n\n"
+        "  --grader NAME          a grader other than the run's\n"
+        "  --compare NAME NAME    how far two graders agree, in place of the sheets\n"
+        "  --groups N,N           these groups only, by their numbers\n",
+    )
+    grade.usage = (
+        "gagar grade SOURCE [--grader NAME | --compare NAME NAME] [--groups N,N] [--any.setting value ...]"
+    )
+    grade.set_defaults(run=_run_grade, command="grade")
+    audit = _command(
+        commands,
+        "audit-grader",
+        "measure a grader before trusting it",
+        "Example:\n  gagar audit-grader runs/pocket --groups 8 --json audit.json\n",
+        "Asks a grader about groups of a run and about groups with planted flaws and attacks: is it steady,\n"
+        "does the order matter to it, does it see flaws, can text in a patch sway it, what does it cost.\n\n"
+        "  --grader NAME    a grader other than the run's\n"
+        "  --groups K       stored groups to use, each of another task (default 8)\n"
+        "  --json FILE      the numbers, for programs\n",
+    )
+    audit.usage = (
+        "gagar audit-grader SOURCE [--grader NAME] [--groups K] [--json FILE] [--any.setting value ...]"
+    )
+    audit.set_defaults(run=_run_audit_grader, command="audit-grader")
+    source = "a run folder, or a file such as RUN_DIR/trajectories/eval_rl_train.jsonl; it comes first"
+    for parser in (grade, audit):
+        parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
+        parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def _tasks_command(commands: _Commands[_Parser]) -> None:
@@ -282,6 +321,55 @@ def _run_compare(parsed: argparse.Namespace) -> int:
 
     compare(parsed.run_dirs)
     return 0
+
+
+def _run_grade(parsed: argparse.Namespace) -> int:
+    options = _Parser(prog="gagar grade", add_help=False, allow_abbrev=False)
+    options.add_argument("--groups", type=_group_numbers)
+    which = options.add_mutually_exclusive_group()
+    which.add_argument("--grader")
+    which.add_argument("--compare", nargs=2)
+    chosen, settings = options.parse_known_args(parsed.settings)
+    config = _stored_settings(parsed, settings)
+    from gagar_jax.report import grade
+
+    if chosen.compare:
+        grade.compare(parsed.source, config, graders=tuple(chosen.compare), groups=chosen.groups)
+    else:
+        grade.grade(parsed.source, config, grader=chosen.grader, groups=chosen.groups)
+    return 0
+
+
+def _group_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"numbers with commas, such as 3,17, not {text!r}") from None
+
+
+def _run_audit_grader(parsed: argparse.Namespace) -> int:
+    options = _Parser(prog="gagar audit-grader", add_help=False, allow_abbrev=False)
+    options.add_argument("--grader")
+    options.add_argument("--groups", type=int, default=8)
+    options.add_argument("--json", type=Path)
+    chosen, settings = options.parse_known_args(parsed.settings)
+    if chosen.groups < 1:
+        raise UserError("command line: --groups is the number of groups to use, at least 1")
+    config = _stored_settings(parsed, settings)
+    from gagar_jax.report.audit import audit_grader
+
+    audit_grader(parsed.source, config, grader=chosen.grader, groups=chosen.groups, path=chosen.json)
+    return 0
+
+
+def _stored_settings(parsed: argparse.Namespace, settings: Sequence[str]) -> Config:
+    """The settings of the run that a source belongs to, or the defaults, with the command line's put in."""
+    from gagar_jax.config import Config
+    from gagar_jax.overrides import override
+    from gagar_jax.report.groups import config_path
+
+    saved = config_path(parsed.source)
+    return _settings(parsed, saved, settings) if saved else override(Config(), settings)
 
 
 def _run_tasks_build(parsed: argparse.Namespace) -> int:

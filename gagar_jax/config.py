@@ -160,6 +160,7 @@ class AgenticConfig(Section):
     """Name of the environment variable that holds the key."""
     temperature: float = pydantic.Field(0.2, ge=0)
     stream: bool = False
+    """Ask for answers piece by piece; the result is the same."""
     orders: int = pydantic.Field(1, ge=1, le=2)
     """2 grades every group in two opposite orders, and voids a verdict that the order decided."""
     max_reversals: float = pydantic.Field(0.25, ge=0, le=1)
@@ -174,13 +175,15 @@ class AgenticConfig(Section):
     max_run_tokens: int = pydantic.Field(0, ge=0)
     """Of the whole run; nothing more is asked beyond it. 0 is no cap."""
     request_timeout_s: float = pydantic.Field(120.0, gt=0)
+    """Of one answer, from the question to its last byte."""
     max_retries: int = pydantic.Field(4, ge=0)
     """Of a request that met 429, 5xx or a broken connection; the wait between them grows."""
     wall_s: float = pydantic.Field(600.0, gt=0)
     """Of one group."""
     command_s: float = pydantic.Field(30.0, gt=0)
+    """Of one command that the model runs."""
     total_command_s: float = pydantic.Field(120.0, ge=0)
-    """Seconds for one command, and for all of one conversation."""
+    """Of all commands of one conversation."""
     result_characters: int = pydantic.Field(12_000, ge=200)
     """Of one tool's result; what is longer is cut, and says so."""
 

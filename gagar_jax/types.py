@@ -212,6 +212,8 @@ class CommandRunner(Protocol):
         """
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Grade:

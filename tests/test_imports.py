@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "logs": set(),
     "console": {"logs"},
     "overrides": _BASE,
-    "report": _BASE | {"report", "files", "metrics", "console", "plugins"},
+    "report": _BASE | {"report", "files", "metrics", "console", "plugins", "grading"},  # it grades again
     "bench": _LEARN | {"rollout", "train", "bench", "plugins"},
 }
 _BELOW_LOOP = set(ALLOWED)

@@ -21,6 +21,7 @@ from gagar_jax.metrics import read_metrics
 from gagar_jax.train.state import abstract_state, make_optimizer
 from gagar_jax.types import UserError
 from tests import echo
+from tests.grading.chat_server import Message, Player, Trouble, calls, chat_server, tool_results
 
 SETTINGS: dict[str, Any] = {
     "env": {"id": echo.ENV_ID, "workers": 3},
@@ -178,3 +179,63 @@ def test_another_run_can_start_from_a_warm_start(whole: Path, tmp_path: Path) ->
     assert json.loads((config.run_dir / "eval_sft.json").read_text()) == json.loads(
         (whole / "eval_sft.json").read_text()
     )
+
+
+def reads_patches(messages: list[Message], number: int) -> Message:
+    """A grader by rule: the longer a candidate's patch, the lower its minimality."""
+    names = messages[1]["content"].rpartition("To be scored: ")[2].rstrip(".").split(", ")
+    patches = tool_results(messages)
+    if not patches:
+        return calls(*[("patch", {"candidate": name}) for name in names])
+    fewest = min(patch.count("\n+") for patch in patches)
+    good = dict.fromkeys(("approach", "precision", "minimality", "side_effects", "consistency"), 5)
+    candidates = [
+        {"id": name, "scores": good | {"minimality": 5 if patch.count("\n+") == fewest else 3}}
+        for name, patch in zip(names, patches, strict=True)
+    ]
+    return calls(("submit_verdict", {"candidates": candidates}))
+
+
+def graded_by(player: Player, warm: Path, folder: Path, mode: str = "sum_preserving") -> list[dict[str, Any]]:
+    """The RL records of two steps from a given warm start, graded over HTTP."""
+    with chat_server(player) as (url, _):
+        agentic = {"base_url": url, "model": "rules", "max_retries": 0}
+        config = parse(
+            SETTINGS
+            | {
+                "run_dir": folder,
+                "train": SETTINGS["train"] | {"steps": 2, "mode": mode},
+                "sft": SETTINGS["sft"] | {"warm_start_from": str(warm)},
+                "grading": {"grader": "agentic", "agentic": agentic, "deadline_s": 30, "breaker_window": 100},
+            }
+        )
+        loop.train(config)
+    return read_metrics(folder, "rl")
+
+
+def test_an_agentic_grader_grades_a_run(whole: Path, tmp_path: Path) -> None:
+    steps = graded_by(reads_patches, whole, tmp_path / "run")
+    graded = sum(s["graded_groups"] for s in steps)
+    assert graded > 0
+    assert sum(s["ungraded_error"] + s["ungraded_void"] + s["ungraded_late"] for s in steps) == 0
+    conversations = [
+        json.loads(line) for line in (tmp_path / "run" / "grading.jsonl").read_text().splitlines()
+    ]
+    assert {c["ended"] for c in conversations} == {"verdict"}
+    assert len(conversations) >= graded
+    tiers = [t for line in (tmp_path / "run").glob("trajectories/step_*.jsonl") for t in _tiers(line)]
+    assert set(tiers) >= {1, 2}
+
+
+def _tiers(path: Path) -> list[int]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [r["tier"] for r in records if r["tier"] is not None]
+
+
+def test_a_grader_that_is_down_leaves_binary_grpo_exactly(whole: Path, tmp_path: Path) -> None:
+    down = graded_by(lambda m, n: Trouble(500, b"{}"), whole, tmp_path / "down")
+    graded_by(reads_patches, whole, tmp_path / "none", mode="none")
+    assert sum(s["ungraded_error"] for s in down) > 0
+    assert sum(s["graded_groups"] for s in down) == 0
+    assert [r[3] for r in sampled(tmp_path / "down")] == [r[3] for r in sampled(tmp_path / "none")]
+    assert not (tmp_path / "none" / "grading.jsonl").exists()

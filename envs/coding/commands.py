@@ -42,7 +42,7 @@ class ConfinedCommands:
             done = self._box.run(["sh", "-c", command], work=Path(folder), limits=limits)
         ended = f"exit status {done.returncode}"
         if done.timed_out:
-            ended = f"killed after {timeout_s:.0f} s"
+            ended = f"killed after {timeout_s:g} s"
         elif done.truncated:
             ended = f"killed: more than {_OUTPUT_BYTES} bytes of output"
         return f"{(done.stdout + done.stderr).decode('utf-8', 'replace')}\n[{ended}]"

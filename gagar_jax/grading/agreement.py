@@ -1,4 +1,4 @@
-"""How far two rankings of the same members agree, pair by pair. Grades in, counts out; nothing judges here."""
+"""How far two rankings of the same members agree, pair by pair. Grades in, counts out."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from gagar_jax.types import Grade, Group, GroupVerdict, Ungraded
 
 _log = logging.getLogger(__name__)
 
+
 @dataclasses.dataclass(frozen=True)
 class Regraded:
     """What became of one group.

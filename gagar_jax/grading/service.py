@@ -103,10 +103,12 @@ class GradingService:
                     self._give_up(job, "forgotten before its verdict came")
 
     def close(self) -> None:
-        """Lets idle workers end. Calls under way are not waited for."""
+        """Lets idle workers end, and closes a grader that can be. Calls under way are not waited for."""
         with self._changed:
             for _ in range(self._workers):
                 self._queue.put(None)
+        if close := getattr(self._grader, "close", None):
+            close()
 
     # ---- the workers ---------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Surroundings:
 
 
 def config_path(source: Path) -> Path | None:
-    """config.yaml of the run that a run folder, or a file in its trajectories/, belongs to; None without one."""
+    """config.yaml of the run that a run folder, or a file in its trajectories/, is of; None without one."""
     folder = source if source.is_dir() else source.resolve().parent.parent
     path = folder / "config.yaml"
     return path if path.exists() else None

@@ -6,7 +6,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,10 +38,26 @@ def group(diff: Diff) -> Group:
     return group_of([*members, trajectory(3, b"", status=Status.FAILED)])
 
 
+_made: list[AgenticGrader] = []
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop().close()
+
+
+def made(config: AgenticConfig, **more: Any) -> AgenticGrader:
+    """A grader that is closed when the test ends."""
+    _made.append(AgenticGrader(config, **more))
+    return _made[-1]
+
+
 def grader_at(url: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0, **settings: Any) -> AgenticGrader:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     config = AgenticConfig(base_url=url, model="rules", max_retries=0, **settings)
-    return AgenticGrader(config, draw=random.Random(seed))
+    return made(config, draw=random.Random(seed))
 
 
 def passed_names(messages: list[Message]) -> list[str]:
@@ -253,7 +269,7 @@ def test_trouble_passes(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with chat_server(play) as (url, requests):
-        AgenticGrader(AgenticConfig(base_url=url, model="rules", max_retries=4)).grade(group)
+        made(AgenticConfig(base_url=url, model="rules", max_retries=4)).grade(group)
     assert len(requests) == 5
 
 
@@ -309,7 +325,7 @@ def test_conversations_are_kept_and_the_key_is_not(
     kept: list[dict[str, Any]] = []
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with caplog.at_level(logging.DEBUG), chat_server(honest) as (url, _):
-        AgenticGrader(AgenticConfig(base_url=url, model="rules"), keep=kept.append).grade(group)
+        made(AgenticConfig(base_url=url, model="rules"), keep=kept.append).grade(group)
     (conversation,) = kept
     assert conversation["ended"] == "verdict"
     assert conversation["tokens"] == 200

@@ -79,6 +79,9 @@ class Endpoint:
         self.spent = 0
         """Tokens of the whole run so far."""
 
+    def close(self) -> None:
+        self._client.close()
+
     def complete(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, deadline: float
     ) -> Reply:

@@ -87,6 +87,12 @@ class AgenticGrader:
         """Tokens used so far, by all groups."""
         return self._endpoint.spent
 
+    def close(self) -> None:
+        """Ends connections and what runs commands. Conversations under way break."""
+        self._endpoint.close()
+        if self._run is not None:
+            self._run.close()
+
     def grade(self, group: Group) -> GroupVerdict:
         """One verdict; with `orders: 2`, of two conversations that saw opposite orders.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gagar_jax.grading.agreement import Agreement, agreement, mean, ordering, share, total
-from gagar_jax.grading.audit.attacks import ATTACKS, CONTROL, Attack, attacked
+from gagar_jax.grading.audit.attacks import ATTACKS, CONTROLS, attacked
 from gagar_jax.grading.audit.flaws import CLEAN, FLAWS
 from gagar_jax.grading.audit.planted import Planted, permuted, plant
 from gagar_jax.grading.ledger import eligibility
@@ -23,8 +23,8 @@ from gagar_jax.types import Grade, Group
 
 Grades = Mapping[int, Grade]
 
-CALLS_A_GROUP = 5 + 1 + len(ATTACKS)
-"""Three of the stored group, two of the planted one, the control and the attacks."""
+CALLS_A_GROUP = 5 + len(CONTROLS) + len(ATTACKS)
+"""Three of the stored group, two of the planted one, and it with each control and attack."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rate:
 class Audit:
     """What was found. Shares lie in [0, 1]; a measure that nothing was left for is NaN.
 
-    repeat, swap: of stored and planted groups graded twice, as they are and with the members reversed.
+    repeat: of stored groups graded twice; swap: of stored and planted ones, with the members reversed.
     first_position_bias: mean gain in standing, in [−1, 1], of a member that comes first over the same
       member coming last; 0 for a grader that does not mind the order.
     planted_tau: mean over planted groups of Kendall's tau-b with the planted order.
@@ -150,7 +150,7 @@ def audit(
         planted_tau=mean(sums.taus),
         detection={name: sums.detection[name] for name in FLAWS},
         attacks={attack.name: sums.attacks[attack.name] for attack in ATTACKS},
-        control=sums.attacks[CONTROL.name],
+        control=sum((sums.attacks[control.name] for control in CONTROLS), Rate()),
         verdicts_usable=Rate(len(usable), len(calls)),
         claims_kept=Rate(claims - sum(len(c.dropped) for c in usable), claims),
         causes=dict(collections.Counter(c.cause.value for c in calls if c.cause)),
@@ -198,7 +198,9 @@ def _order(sums: _Sums, asking: _Asking, group: Group, first: Grades) -> None:
     order = list(range(count))[::-1]
     again = asking(permuted(group, order))
     second = {
-        numbers[i]: dataclasses.replace(again[n], member=numbers[i]) for n, i in enumerate(order) if n in again
+        numbers[i]: dataclasses.replace(again[n], member=numbers[i])
+        for n, i in enumerate(order)
+        if n in again
     }
     sums.swaps.append(_both(first, second))
     ranked = [m for m in numbers if m in first and m in second]
@@ -230,8 +232,10 @@ def _planted(sums: _Sums, asking: _Asking, planted: Planted) -> None:
         for member, name in planted.flaw.items():
             if member != clean and member in grades:
                 sums.detection[name] += Rate(grades[clean].rank < grades[member].rank, 1)
-    victim = max(grades, key=lambda m: (grades[m].rank, severity[m], -m))  # it has most to gain
-    for attack in (CONTROL, *ATTACKS):
+    ranked = sorted(grades, key=lambda m: (grades[m].rank, severity[m], m))
+    behind = next((m for m in ranked if grades[m].rank > 0), ranked[-1])
+    for turn, attack in enumerate((*CONTROLS, *ATTACKS), start=len(sums.taus)):
+        victim = (behind, ranked[-1])[turn % 2]  # least is needed to raise the one, most gained by the other
         after = asking(attacked(planted, victim, attack))
         if after:
             sums.attacks[attack.name] += _rose(grades, after, victim)
@@ -246,6 +250,3 @@ def _tau(severity: Mapping[int, int], grades: Grades) -> float:
     """0 rather than NaN where the grader ties all: it says nothing of a known order."""
     result = ordering([(severity[m], grades[m].rank) for m in sorted(grades)]).tau_b
     return 0.0 if math.isnan(result) else result
-
-
-__all__ = ["CALLS_A_GROUP", "Attack", "Audit", "Rate", "audit", "standing"]

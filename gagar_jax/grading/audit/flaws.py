@@ -90,12 +90,14 @@ def same_function(where: Site, text: str) -> Site | None:
 def insert(where: Site, statements: list[str], before: int | None = None) -> str:
     """The text with lines put before a line of it (default: the function's first statement), indented."""
     at = (before or where.start) - 1
-    return "\n".join([*where.lines[:at], *(where.indent + s for s in statements), *where.lines[at:]])
+    return "\n".join(
+        [*where.lines[:at], *(where.indent + s if s else s for s in statements), *where.lines[at:]]
+    )
 
 
 def unrequested_rewrite(where: Site) -> str | None:
     """The whole body spelt anew: results named before they are returned, branches swapped, comments lost."""
-    return _respell(where.after, where.function)
+    return _respell(where.after, where.function) if len(where.body) > 1 else None
 
 
 def dead_code(where: Site) -> str | None:
@@ -137,9 +139,7 @@ def weakened_validation(where: Site) -> str | None:
     handler = [f"{where.indent}except Exception:", f"{where.indent}    return None"]
     if _has_multiline_string(where.body):
         return None  # indenting would change it
-    return "\n".join(
-        [*where.lines[:first], f"{where.indent}try:", *inside, *handler, *where.lines[last:]]
-    )
+    return "\n".join([*where.lines[:first], f"{where.indent}try:", *inside, *handler, *where.lines[last:]])
 
 
 def unrelated_edit(where: Site) -> str | None:
@@ -252,7 +252,7 @@ class _Respell(ast.NodeTransformer):
         self.changes = 0
 
     def visit_Return(self, node: ast.Return) -> ast.AST | list[ast.stmt]:
-        if node.value is None or isinstance(node.value, (ast.Name, ast.Constant)):
+        if node.value is None:
             return node
         self.changes += 1
         named = ast.Assign([ast.Name(self.name, ast.Store())], node.value)

@@ -47,12 +47,17 @@ def plant(group: Group, *, seed: int) -> Planted | None:
     if found is None:
         return None
     spoilt = {name: text for name, (flaw, _) in FLAWS.items() if (text := flaw(found)) is not None}
-    versions = [(CLEAN, found.after), *((n, t) for n, t in spoilt.items() if t not in (found.base, found.after))]
+    versions = [
+        (CLEAN, found.after),
+        *((n, t) for n, t in spoilt.items() if t not in (found.base, found.after)),
+    ]
     order: list[tuple[str, str] | None] = [*versions, None]
     random.Random(f"{seed} {group.group}").shuffle(order)
     texts = {m: {found.path: entry[1]} for m, entry in enumerate(order) if entry}
     trajectories = [
-        member(group, found, number, texts.get(number, {found.path: _failing(group, found)}), passed=bool(entry))
+        member(
+            group, found, number, texts.get(number, {found.path: _failing(group, found)}), passed=bool(entry)
+        )
         for number, entry in enumerate(order)
     ]
     return Planted(
@@ -68,8 +73,11 @@ def _clean(group: Group) -> Site | None:
     for trajectory in group.trajectories:
         if not trajectory.passed:
             continue
-        facts = trajectory_facts(trajectory, group.base_files)
-        parts = list(patches.apply_all(trajectory.patch, group.base_files))
+        try:
+            facts = trajectory_facts(trajectory, group.base_files)
+            parts = list(patches.apply_all(trajectory.patch, group.base_files))
+        except ValueError:
+            continue  # its base text is missing: another member may serve
         if facts.found or len(parts) != 1 or parts[0][0].new or parts[0][0].binary:
             continue
         file, base, after = parts[0]
@@ -119,7 +127,10 @@ def member(
     turns = [
         Turn(f"view {found.path} {name}", _shown(found)),
         Turn("test", f"1 failed: assert {name}({flaws.LITERAL}) == {flaws.LITERAL + 1}"),
-        Turn(f"edit {found.path} {name}\n{added}" + (f"\n{edit}" if edit else ""), "ok" + (f"\n{reply}" if reply else "")),
+        Turn(
+            f"edit {found.path} {name}\n{added}" + (f"\n{edit}" if edit else ""),
+            "ok" + (f"\n{reply}" if reply else ""),
+        ),
         Turn("submit", ""),
     ]
     written = sum(len(turn.action) for turn in turns) // 4  # tokens, about
