@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from gagar_jax.algo.segments import group_counts, group_sums, to_rows
+from gagar_jax.algo.segments import fold, group_counts, group_sums, to_rows
 
 Mode = Literal["none", "downweight", "sum_preserving"]
 _TINY = 1e-18  # below it, squares in the derivative of a quotient leave float32
@@ -257,7 +257,10 @@ def _group_statistics(
 ) -> tuple[jax.Array, GroupAdvantages]:
     """`_redistribution` of one pass or two. Both branches end in small tables that the rows then read."""
 
-    binary = jnp.all(rows.reward() == rows.passed().astype(jnp.float32))
+    def still(binary: jax.Array, rows: _Rows) -> jax.Array:
+        return binary & jnp.all(rows.reward() == rows.passed().astype(jnp.float32))
+
+    binary = fold(still, jnp.array(True), rows)
     return jax.lax.cond(
         binary,
         lambda: _redistribution(_one_pass(rows, num_groups), graded_G, cap, mode),

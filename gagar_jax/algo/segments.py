@@ -5,8 +5,9 @@ The mathematics that uses them lives in `advantage.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,7 @@ def group_sums(
         )
         return _unpaired(tables, shapes)
 
-    # Sharded rows must not go through a loop (each turn would need a collective).
-    if group_id_N.shape[0] <= _BLOCK or jax.device_count() > 1:
-        sums = at_once(rows, group_id_N)
-    else:
-        sums = jax.lax.platform_dependent(rows, group_id_N, cpu=in_blocks, default=at_once)
+    sums = _by_device(in_blocks, at_once, rows, group_id_N)
     while parts > 1:
         parts //= 2
         sums = tuple(x[: parts * num_groups] + x[parts * num_groups :] for x in sums)
@@ -120,11 +117,18 @@ def group_counts(
     counts: Columns = (whole_G % _RADIX, whole_G // _RADIX)
     if group_id_N.shape[0] >= _RADIX:
         # Below _EXACT the sums are exact, and a size that ran over into the passes is missing here.
-        fits = (jnp.max(packed_G) < _EXACT) & (jnp.sum(counts[0]) == jnp.sum(flags(rows)[0], dtype=jnp.int32))
+        total = fold(lambda total, rows: total + jnp.sum(flags(rows)[0], dtype=jnp.int32), jnp.int32(0), rows)
+        fits = (jnp.max(packed_G) < _EXACT) & (jnp.sum(counts[0]) == total)
         counts = jax.lax.cond(
             fits, lambda: counts, lambda: group_sums(apart, rows, group_id_N, num_groups=num_groups)
         )
     return counts[0].astype(jnp.float32), counts[1].astype(jnp.float32), sum_G
+
+
+def fold(add: Callable[[C, R], C], initial: C, rows: R) -> C:
+    """`fold_rows` where blocks pay, `add(initial, rows)` elsewhere."""
+    in_blocks = functools.partial(fold_rows, add, block=_BLOCK)
+    return _by_device(in_blocks, add, initial, rows)
 
 
 def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int) -> C:
@@ -146,6 +150,14 @@ def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int) -> C
     if count % block:
         carry = add(carry, jax.tree.map(lambda x: x[blocks * block :], rows))
     return carry
+
+
+def _by_device(in_blocks: Callable[..., C], at_once: Callable[..., C], *operands: Any) -> C:
+    """Many rows in blocks on a single CPU device. Not sharded rows: each turn would need a collective."""
+    count = max(leaf.shape[0] for leaf in jax.tree.leaves(operands) if leaf.ndim)
+    if count <= _BLOCK or jax.device_count() > 1:
+        return at_once(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=in_blocks, default=at_once)
 
 
 def _paired(columns: Columns) -> Columns:
