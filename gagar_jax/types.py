@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -318,4 +319,9 @@ def trajectory_from_json(record: dict[str, Any]) -> Trajectory:
     names = {f.name for f in dataclasses.fields(Trajectory)}
     fields = {k: v for k, v in record.items() if k in names}
     fields["patch"] = fields["patch"].encode("utf-8", "surrogateescape")
-    return pydantic.TypeAdapter(Trajectory).validate_python(fields)
+    return _trajectory_adapter().validate_python(fields)
+
+
+@functools.cache
+def _trajectory_adapter() -> pydantic.TypeAdapter[Trajectory]:
+    return pydantic.TypeAdapter(Trajectory)  # costs milliseconds to make

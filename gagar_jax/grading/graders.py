@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gagar_jax.config import GradingConfig
-from gagar_jax.grading.agentic.grader import AgenticGrader, Repository
+from gagar_jax.grading.agentic.grader import AgenticGrader, Order, Repository
 from gagar_jax.grading.service import Grader
 from gagar_jax.grading.structural import StructuralGrader
 from gagar_jax.types import CommandRunner
@@ -18,6 +18,7 @@ def make_grader(
     run: CommandRunner | None = None,
     repository: Repository | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
+    order: Order | None = None,
 ) -> Grader:
     """The grader that `grading.grader` names. Arguments are for `AgenticGrader`; see there.
 
@@ -25,5 +26,5 @@ def make_grader(
       UserError: what it needs is not installed or not set.
     """
     if config.grader == "agentic":
-        return AgenticGrader(config.agentic, run=run, repository=repository, keep=keep)
+        return AgenticGrader(config.agentic, run=run, repository=repository, keep=keep, order=order)
     return StructuralGrader()

@@ -40,7 +40,8 @@ def audit_grader(
       UserError: no group there has something to rank; or see `read_groups` and `Surroundings.grader`.
     """
     surroundings = Surroundings(config)
-    judge = surroundings.grader(grader)
+    # In the order given: one that a grader draws for itself would hide what order does to it.
+    judge = surroundings.grader(grader, order=list)
     with (
         Console(f"{config.name} · audit of {getattr(judge, 'name', grader)}") as console,
         console.phase("audit", total=groups),

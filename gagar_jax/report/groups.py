@@ -13,6 +13,7 @@ import pydantic
 from gagar_jax.config import Config
 from gagar_jax.console import Console
 from gagar_jax.grading import patch as patches
+from gagar_jax.grading.agentic.grader import Order
 from gagar_jax.grading.graders import make_grader
 from gagar_jax.grading.service import Grader
 from gagar_jax.plugins import Confining, Repositories, environment_plugin
@@ -60,8 +61,12 @@ class Surroundings:
         data = self.plugin.base_tree(self.tasks_dir, task).get(path)
         return None if data is None else data.decode("utf-8", "surrogateescape")
 
-    def grader(self, name: str | None = None) -> Grader:
+    def grader(self, name: str | None = None, *, order: Order | None = None) -> Grader:
         """The configured grader, or the one of that name, with what the environment lends it.
+
+        Args:
+          name: a grader, or None.
+          order: see `AgenticGrader`.
 
         Raises:
           UserError: the grader lacks something it must have, or there is none of that name.
@@ -83,6 +88,7 @@ class Surroundings:
             repository=functools.partial(plugin.base_tree, self.tasks_dir)
             if isinstance(plugin, Repositories)
             else None,
+            order=order,
         )
 
 

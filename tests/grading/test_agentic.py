@@ -57,7 +57,7 @@ def made(config: AgenticConfig, **more: Any) -> AgenticGrader:
 def grader_at(url: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0, **settings: Any) -> AgenticGrader:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     config = AgenticConfig(base_url=url, model="rules", max_retries=0, **settings)
-    return made(config, draw=random.Random(seed))
+    return made(config, order=lambda members: random.Random(seed).sample(members, len(members)))
 
 
 def passed_names(messages: list[Message]) -> list[str]:

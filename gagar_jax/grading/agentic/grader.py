@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 Repository = Callable[[Mapping[str, Any]], Mapping[str, bytes]]
 """A task's record → path → bytes of its whole base tree."""
 
+Order = Callable[[list[int]], list[int]]
+
 _INSTRUCTIONS = """\
 You judge the quality of code changes. Several candidates worked on the same task; those marked PASSED satisfy
 every test. Say which of them did the work better. Failed candidates are there for contrast.
@@ -63,7 +65,7 @@ class AgenticGrader:
       repository: the whole base tree of a task; None shows only the files that candidates touched.
       keep: called with each finished conversation, JSON-ready: group, instance_id, messages, tokens,
         seconds, and `ended`, "verdict" or why there was none.
-      draw: draws the order in which members are presented.
+      order: the order in which members are presented; `list` keeps the group's own, for an audit of order.
     """
 
     audits_external = True
@@ -75,11 +77,11 @@ class AgenticGrader:
         run: CommandRunner | None = None,
         repository: Repository | None = None,
         keep: Callable[[dict[str, Any]], None] | None = None,
-        draw: random.Random | None = None,
+        order: Order | None = None,
     ) -> None:
         self.name = f"agentic:{config.model}"
         self._config, self._run, self._repository, self._keep = config, run, repository, keep
-        self._draw = draw or random.SystemRandom()
+        self._order = order or _drawn
         self._endpoint = Endpoint(config)
 
     @property
@@ -101,7 +103,7 @@ class AgenticGrader:
           EndpointError: the endpoint failed.
         """
         members = [t.ticket.member for t in group.trajectories]
-        order = self._draw.sample(members, len(members))
+        order = self._order(members)
         repository = self._repository(group.task) if self._repository else None
         deadline = time.monotonic() + self._config.wall_s
         orders = (order, order[::-1])[: self._config.orders]
@@ -190,6 +192,10 @@ class AgenticGrader:
                         {"role": "user", "content": f"Use the tools{cut}; {SUBMIT} ends the work."}
                     )
         raise VoidVerdict(f"no verdict within {self._config.max_turns} turns")
+
+
+def _drawn(members: list[int]) -> list[int]:
+    return random.SystemRandom().sample(members, len(members))
 
 
 def _presentation(workspace: Workspace, fence: Fence) -> str:
