@@ -5,8 +5,9 @@ A package declares its plugin in its metadata, so that gagar_jax imports no envi
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -52,6 +53,20 @@ class Confining(Protocol):
     def command_runner(self, confinement: str) -> CommandRunner:
         """Raises UserError where commands cannot be confined in this way."""
         ...
+
+
+def lent_to_graders(
+    plugin: EnvironmentPlugin, tasks_dir: Path, confinement: str
+) -> tuple[CommandRunner | None, Callable[[Mapping[str, Any]], Mapping[str, bytes]] | None]:
+    """What a plugin has for a grader: confined commands, and a task's record → its whole base tree.
+
+    Raises:
+      UserError: commands cannot be confined in this way.
+    """
+    return (
+        plugin.command_runner(confinement) if isinstance(plugin, Confining) else None,
+        functools.partial(plugin.base_tree, tasks_dir) if isinstance(plugin, Repositories) else None,
+    )
 
 
 def environment_ids() -> list[str]:

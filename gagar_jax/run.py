@@ -31,7 +31,7 @@ from gagar_jax.grading.graders import make_grader
 from gagar_jax.grading.service import Grader
 from gagar_jax.metrics import MetricsWriter
 from gagar_jax.model import sharding, transformer
-from gagar_jax.plugins import Confining, Repositories, environment_plugin
+from gagar_jax.plugins import environment_plugin, lent_to_graders
 from gagar_jax.rollout.collector import Collector
 from gagar_jax.rollout.exchange import EnvPool
 from gagar_jax.rollout.sampler import Sampler
@@ -178,14 +178,8 @@ def run_grader(config: Config, plugin: EnvironmentPlugin, tasks_dir: Path, run_d
         with lock, writing(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(conversation) + "\n")
 
-    return make_grader(
-        config.grading,
-        run=plugin.command_runner(config.env.confinement) if isinstance(plugin, Confining) else None,
-        repository=functools.partial(plugin.base_tree, tasks_dir)
-        if isinstance(plugin, Repositories)
-        else None,
-        keep=keep,
-    )
+    run, repository = lent_to_graders(plugin, tasks_dir, config.env.confinement)
+    return make_grader(config.grading, run=run, repository=repository, keep=keep)
 
 
 def _check(config: Config) -> None:

@@ -16,7 +16,7 @@ from gagar_jax.grading import patch as patches
 from gagar_jax.grading.agentic.grader import Order
 from gagar_jax.grading.graders import make_grader
 from gagar_jax.grading.service import Grader
-from gagar_jax.plugins import Confining, Repositories, environment_plugin
+from gagar_jax.plugins import Repositories, environment_plugin, lent_to_graders
 from gagar_jax.types import EnvironmentPlugin, Group, Trajectory, UserError, trajectory_from_json
 
 Record = dict[str, Any]
@@ -79,17 +79,8 @@ class Surroundings:
                 raise UserError(f"no grader is called {name!r}: {error.errors()[0]['msg']}") from None
         if grading.grader == "structural":
             return make_grader(grading)
-        plugin = self.plugin
-        return make_grader(
-            grading,
-            run=plugin.command_runner(self._config.env.confinement)
-            if isinstance(plugin, Confining)
-            else None,
-            repository=functools.partial(plugin.base_tree, self.tasks_dir)
-            if isinstance(plugin, Repositories)
-            else None,
-            order=order,
-        )
+        run, repository = lent_to_graders(self.plugin, self.tasks_dir, self._config.env.confinement)
+        return make_grader(grading, run=run, repository=repository, order=order)
 
 
 def config_path(source: Path) -> Path | None:
