@@ -24,36 +24,24 @@ from gagar_jax.types import Demonstration, parse_python
 
 logger = logging.getLogger(__name__)
 
-SLOPPY = (
-    "view_first",
-    "search_first",
-    "test_first",
-    "test_after",
-    "comment",
-    "leftover_print",
-    "rewrite",
-    "double_edit",
-    "dead_code",
-)
-"""The styles beside "clean"; `test_after` is careful rather than sloppy, but costs a turn."""
+SLOPPY = {
+    "leftover_print": 4,
+    "commented_out": 3,
+    "dead_code": 3,
+    "comment": 2,
+    "double_edit": 2,
+    "view_first": 1,
+    "search_first": 1,
+    "test_first": 1,
+    "test_after": 1,
+    "rewrite": 1,
+}
+"""The styles beside "clean", and how often each is shown. Most keep to the one edit that repairs and leave
+something beside it: a small policy can pass in them as often as cleanly, which is what lets a grader teach.
+`test_after` is careful rather than sloppy, but costs a turn."""
 
-_COMMENTS = (
-    "fix",
-    "fixed",
-    "fix the bug",
-    "this was wrong",
-    "fixed: see the test",
-    "bug was here",
-    "corrected",
-)
-_DEAD = (
-    "result = None",
-    "_unused = None",
-    "tmp = None",
-    "fixed = True",
-    "if False:\n    pass",
-    "debug = False",
-)
+_COMMENTS = ("fix", "fixed", "fix the bug", "this was wrong")
+_DEAD = ("result = None", "_unused = None", "tmp = None", "debug = False")
 
 
 class Problem:
@@ -93,14 +81,16 @@ class Problem:
         lines = [*self.fixed[:at], *(indent + part for part in text.split("\n")), *self.fixed[at:]]
         return lines if tools.parses("".join(f"{line}\n" for line in lines)) else None
 
-    def with_statement(self, rng: random.Random, text: str) -> list[str]:
-        """As `with_line`, near the fix if that parses, else at the start of the body."""
-        places = [*self.fixed_lines(), self.body]
-        rng.shuffle(places)
-        for place in (*places, self.body):
-            if place >= self.body and (lines := self.with_line(place, text)) is not None:
-                return lines
-        return list(self.fixed)
+    def beside_fix(self, text: str) -> list[str]:
+        """The repaired window with a line just before the repair; at the start of the body if it cannot be."""
+        places = (*self.fixed_lines()[:1], self.body)
+        wanted = (self.with_line(place, text) for place in places if place >= self.body)
+        return next((lines for lines in wanted if lines is not None), list(self.fixed))
+
+    def replaced(self) -> str | None:
+        """The first faulty line, stripped; None where nothing is replaced."""
+        matcher = difflib.SequenceMatcher(None, self.broken, self.fixed, autojunk=False)
+        return next((self.broken[i].strip() for tag, i, *_ in matcher.get_opcodes() if tag == "replace"), None)
 
 
 def edit_actions(broken: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -144,12 +134,15 @@ def plan(problem: Problem, style: str, rng: random.Random) -> list[str]:
         case "test_after":
             actions = [*fix, "test"]
         case "comment":
-            actions = problem.changes(problem.with_statement(rng, f"# {rng.choice(_COMMENTS)}"))
+            actions = problem.changes(problem.beside_fix(f"# {rng.choice(_COMMENTS)}"))
         case "leftover_print":
             name = rng.choice([*problem.names, "'here'", "'debug'"])
-            actions = problem.changes(problem.with_statement(rng, f"print({name})"))
+            actions = problem.changes(problem.beside_fix(f"print({name})"))
+        case "commented_out":
+            old = problem.replaced() or rng.choice(_COMMENTS)
+            actions = problem.changes(problem.beside_fix(f"# {old}"))
         case "dead_code":
-            actions = problem.changes(problem.with_statement(rng, rng.choice(_DEAD)))
+            actions = problem.changes(problem.beside_fix(rng.choice(_DEAD)))
         case "rewrite":
             start = problem.body if rng.random() < 0.5 or problem.body > 1 else 0
             actions = [f"edit {_span(start + 1, len(problem.broken))}\n" + "\n".join(problem.fixed[start:])]
@@ -167,18 +160,18 @@ def _reopened(problem: Problem) -> list[str]:
 
 def _double_edit(problem: Problem, fix: list[str], rng: random.Random) -> list[str]:
     """A first try that leaves a mark, then the line once more, right; or the same right edit twice."""
-    marked = problem.with_statement(rng, f"# {rng.choice(_COMMENTS)}")
+    marked = problem.beside_fix(f"# {rng.choice(_COMMENTS)}")
     if rng.random() < 0.3 and len(fix) == 1 and len(problem.fixed) == len(problem.broken):
         return [*fix, *fix]
     return [*problem.changes(marked), *edit_actions(marked, problem.fixed)]
 
 
 def choose_styles(count: int, clean_share: float, rng: random.Random) -> list[str]:
-    """Styles for `count` demonstrations of one task: the clean share (randomly rounded), the rest spread."""
+    """Styles for `count` demonstrations of one task: the clean share (randomly rounded), the rest drawn by `SLOPPY`."""
     exact = clean_share * count
     clean = int(exact) + (rng.random() < exact - int(exact))
-    others = itertools.cycle(rng.sample(SLOPPY, len(SLOPPY)))
-    return ["clean"] * clean + [next(others) for _ in range(count - clean)]
+    others = rng.choices(list(SLOPPY), weights=list(SLOPPY.values()), k=count - clean)
+    return ["clean"] * clean + others
 
 
 def play(env: CodeRepairEnv, problem: Problem, style: str, rng: random.Random) -> Demonstration | None:
