@@ -82,7 +82,7 @@ class Problem:
         return lines if tools.parses("".join(f"{line}\n" for line in lines)) else None
 
     def beside_fix(self, text: str) -> list[str]:
-        """The repaired window with a line just before the repair; at the start of the body if it cannot be."""
+        """The repaired window with a line before the repair; at the start of the body if it cannot be."""
         places = (*self.fixed_lines()[:1], self.body)
         wanted = (self.with_line(place, text) for place in places if place >= self.body)
         return next((lines for lines in wanted if lines is not None), list(self.fixed))
@@ -90,7 +90,8 @@ class Problem:
     def replaced(self) -> str | None:
         """The first faulty line, stripped; None where nothing is replaced."""
         matcher = difflib.SequenceMatcher(None, self.broken, self.fixed, autojunk=False)
-        return next((self.broken[i].strip() for tag, i, *_ in matcher.get_opcodes() if tag == "replace"), None)
+        starts = (start for tag, start, *_ in matcher.get_opcodes() if tag == "replace")
+        return next((self.broken[start].strip() for start in starts), None)
 
 
 def edit_actions(broken: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -167,7 +168,7 @@ def _double_edit(problem: Problem, fix: list[str], rng: random.Random) -> list[s
 
 
 def choose_styles(count: int, clean_share: float, rng: random.Random) -> list[str]:
-    """Styles for `count` demonstrations of one task: the clean share (randomly rounded), the rest drawn by `SLOPPY`."""
+    """Styles of one task's demonstrations: the clean share (randomly rounded), the rest by `SLOPPY`."""
     exact = clean_share * count
     clean = int(exact) + (rng.random() < exact - int(exact))
     others = rng.choices(list(SLOPPY), weights=list(SLOPPY.values()), k=count - clean)
