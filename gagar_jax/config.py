@@ -213,6 +213,8 @@ class TrainConfig(Section):
     """The reinforcement-learning stage."""
 
     steps: int = pydantic.Field(80, ge=0)
+    updates_per_batch: int = pydantic.Field(1, ge=1)
+    """Passes over each batch, an update of the weights after each; the clipped ratio bounds the drift."""
     mode: Literal["none", "downweight", "sum_preserving"] = "sum_preserving"
     lambda_max: float = pydantic.Field(1.5, ge=1)
     clip_low: float = pydantic.Field(0.2, gt=0)
@@ -229,6 +231,11 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint_every: int = pydantic.Field(10, ge=1)
     keep_checkpoints: int = pydantic.Field(2, ge=1)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the weights in all."""
+        return self.steps * self.updates_per_batch
 
 
 class EvalConfig(Section):

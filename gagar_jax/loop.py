@@ -58,7 +58,7 @@ def warm_start(config: Config) -> None:
 def evaluate(config: Config, *, stage: str) -> None:
     """Evaluates a run's policy ("sft" or "rl") again, with the evaluation settings given."""
     with Run(config) as run:
-        optimizer = make_optimizer(config.train.optimizer, config.train.steps)
+        optimizer = make_optimizer(config.train.optimizer, config.train.updates)
         params = _warm_start(run)
         version = 0
         if stage == "rl":
@@ -147,7 +147,7 @@ def _examples(run: Run) -> list[Example]:
 def _reinforce(run: Run, warm: Any) -> TrainState:
     """The RL stage: collect groups, redeem their grades inside the train step, update, record."""
     config, checkpoints = run.config, _checkpoints(run)
-    optimizer = make_optimizer(config.train.optimizer, config.train.steps)
+    optimizer = make_optimizer(config.train.optimizer, config.train.updates)
     service = _grading_service(run)
     step_fn = make_train_step(config, run.graph, run.mesh, service.redeem)
     tasks = task_iterator(run.tasks["train"], seed=config.seed)

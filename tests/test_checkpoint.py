@@ -26,7 +26,7 @@ CONFIG = settings()
 
 
 def abstract(mesh: jax.sharding.Mesh, config=CONFIG) -> TrainState:
-    return abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.steps), mesh)
+    return abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.updates), mesh)
 
 
 def assert_equal(a: TrainState, b: TrainState) -> None:

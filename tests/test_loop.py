@@ -57,7 +57,7 @@ def settings(folder: Path, **train: Any) -> Config:
 
 def params_of(config: Config) -> list[np.ndarray]:
     mesh = run.sharding.make_mesh(data=1, model=1)
-    abstract = abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.steps), mesh)
+    abstract = abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.updates), mesh)
     found = Checkpoints(config.run_dir / "checkpoints", keep=2).restore(abstract)
     assert found is not None
     assert found.step == 4

@@ -39,6 +39,7 @@ from gagar_jax.train.state import (
 
 Graph = nnx.GraphDef[Transformer]
 Metrics = dict[str, jax.Array]
+Weights = tuple[nnx.State, optax.OptState]
 
 Redeem = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """(ticket_N, member_N, ticket_G) → (quality_N float32, external_N int32, graded_G int32).
@@ -102,8 +103,8 @@ def make_train_step(
       ValueError (when called): the batch's rows do not divide into microbatches, or those over the mesh.
     """
     settings = config.train
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    schedule = learning_rate(settings.optimizer, settings.steps)
+    optimizer = make_optimizer(settings.optimizer, settings.updates)
+    schedule = learning_rate(settings.optimizer, settings.updates)
 
     def policy_loss(params: nnx.State, rows: _LossRows) -> tuple[jax.Array, _Sums]:
         logprob_BT, entropy_BT = _predict(
@@ -144,8 +145,15 @@ def make_train_step(
                 lambda_max=settings.lambda_max,
             )
         rows = _policy_rows(batch, advantages, state.step)
-        sums, grads = _accumulate(policy_loss, state.params, rows, settings.microbatch_rows, mesh)
-        new_state, update = _update(optimizer, schedule, state, grads, sums.loss.weight)
+
+        def update(carry: Weights, _: None) -> tuple[Weights, tuple[_Sums, Metrics]]:
+            sums, grads = _accumulate(policy_loss, carry[0], rows, settings.microbatch_rows, mesh)
+            weights, metrics = _update(optimizer, schedule, carry, grads, sums.loss.weight)
+            return weights, (sums, metrics)
+
+        weights, (sums, metrics) = jax.lax.scan(
+            update, (state.params, state.opt_state), length=settings.updates_per_batch
+        )
         credit = Credit(
             advantages.advantage_N,
             quality_N,
@@ -155,7 +163,10 @@ def make_train_step(
             advantages.scale_G,
             advantages.capped_G,
         )
-        return new_state, _token_metrics(sums) | _group_metrics(batch, advantages, graded_G) | update, credit
+        first, last = (jax.tree.map(lambda x, i=i: x[i], (sums, metrics)) for i in (0, -1))
+        metrics = _token_metrics(first[0]) | first[1] | _drift_metrics(last[0])
+        metrics |= _group_metrics(batch, advantages, graded_G)
+        return TrainState(*weights, state.step + 1), metrics, credit
 
     shardings = state_shardings(config.model, optimizer, mesh)
     everywhere = sharding.named(mesh)
@@ -214,13 +225,15 @@ def make_sft_step(
             fresh_BT=nothing > 0,
         )
         sums, grads = _accumulate(supervised_loss, state.params, rows, batch.tokens_BT.shape[0], mesh)
-        new_state, update = _update(optimizer, schedule, state, grads, sums.loss.weight)
+        weights, update = _update(
+            optimizer, schedule, (state.params, state.opt_state), grads, sums.loss.weight
+        )
         metrics = {
             "nll": losses.mean(sums.loss.loss, sums.loss.weight),
             "entropy": losses.mean(sums.loss.entropy, sums.loss.weight),
             "loss_tokens": sums.loss.weight,
         }
-        return new_state, metrics | update
+        return TrainState(*weights, state.step + 1), metrics | update
 
     shardings = state_shardings(config.model, optimizer, mesh)
     by_row = sharding.named(mesh, "batch", "tokens")
@@ -325,45 +338,53 @@ def _accumulate(
 def _update(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    state: TrainState,
+    weights: Weights,
     grad_sums: nnx.State,
     weight: jax.Array,
-) -> tuple[TrainState, Metrics]:
+) -> tuple[Weights, Metrics]:
     """Divides once, then applies the optimizer; with no weight, or no finite gradient, changes nothing."""
+    before, opt_state_before = weights
     with jax.named_scope("update"):
-        grads = jax.tree.map(lambda g, p: losses.mean(g, weight).astype(p.dtype), grad_sums, state.params)
+        grads = jax.tree.map(lambda g, p: losses.mean(g, weight).astype(p.dtype), grad_sums, before)
         grad_norm = optax.tree.norm(grads)
         applied = (weight > 0) & jnp.isfinite(grad_norm)
 
-        def apply() -> tuple[nnx.State, optax.OptState]:
+        def apply() -> Weights:
             # optax promotes counters (int32) and scalars to float32 implicitly; everything of ours does not.
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-                return optax.apply_updates(state.params, updates), opt_state
+                updates, opt_state = optimizer.update(grads, opt_state_before, before)
+                return optax.apply_updates(before, updates), opt_state
 
-        params, opt_state = jax.lax.cond(applied, apply, lambda: (state.params, state.opt_state))
+        params, opt_state = jax.lax.cond(applied, apply, lambda: weights)
     with jax.numpy_dtype_promotion("standard"):
-        rate = jnp.asarray(schedule(updates_applied(state.opt_state)), jnp.float32)
+        rate = jnp.asarray(schedule(updates_applied(opt_state)), jnp.float32)
     metrics = {
         "grad_norm": grad_norm,
         "lr": rate,
         "update_applied": applied.astype(jnp.float32),
     }
-    return TrainState(params, opt_state, state.step + 1), metrics
+    return (params, opt_state), metrics
 
 
 def _token_metrics(sums: _Sums) -> Metrics:
-    """Means over the tokens in the loss; maxima over the same tokens."""
+    """Means over the tokens in the loss; the maximum over the fresh ones. Of a batch's first pass."""
     total = sums.loss
     return {
         "pg_loss": losses.mean(total.loss, total.weight),
         "entropy": losses.mean(total.entropy, total.weight),
+        "logprob_gap_max": sums.gap_max,
+        "loss_tokens": total.weight,
+    }
+
+
+def _drift_metrics(sums: _Sums) -> Metrics:
+    """How far the policy is from the one that sampled, of a batch's last pass: before its last update."""
+    total = sums.loss
+    return {
         "clip_fraction": losses.mean(total.clipped, total.weight),
         "kl": losses.mean(total.kl, total.weight),
         "ratio_mean": losses.mean(total.ratio, total.weight),
         "ratio_max": total.ratio_max,
-        "logprob_gap_max": sums.gap_max,
-        "loss_tokens": total.weight,
     }
 
 

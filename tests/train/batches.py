@@ -42,7 +42,7 @@ def one_device() -> Mesh:
 
 @functools.cache
 def _initial(config: Config, mesh: Mesh, seed: int) -> TrainState:
-    optimizer = make_optimizer(config.train.optimizer, config.train.steps)
+    optimizer = make_optimizer(config.train.optimizer, config.train.updates)
     return init_state(config.model, optimizer, jax.random.key(seed), mesh)
 
 

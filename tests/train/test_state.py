@@ -68,7 +68,7 @@ def test_the_gradient_is_clipped_by_its_global_norm() -> None:
 
 def test_the_abstract_state_describes_the_real_one() -> None:
     config, mesh = settings(), one_device()
-    optimizer = make_optimizer(config.train.optimizer, config.train.steps)
+    optimizer = make_optimizer(config.train.optimizer, config.train.updates)
     abstract, real = abstract_state(config.model, optimizer, mesh), state_for(config, mesh)
     assert jax.tree.structure(abstract) == jax.tree.structure(real)
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):

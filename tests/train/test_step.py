@@ -321,3 +321,22 @@ def test_a_stage_starts_from_copies() -> None:
     run(config, pack_for(config, GROUPS), Verdicts(), state=state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(warm))
+
+
+def test_two_updates_of_one_batch_are_two_steps_on_it() -> None:
+    """Every pass compares with the sampler's log-probs and asks the optimizer anew; the batch counts once."""
+    once, twice = settings(), settings(updates_per_batch=2)
+    batch, verdicts = pack_for(once, GROUPS), Verdicts()
+    first, before, _ = run(once, batch, verdicts)
+    second, after, credit = run(once, batch, verdicts, state=jax.tree.map(jnp.asarray, first))
+    asked = len(verdicts.asked)
+    both, metrics, credit_both = run(twice, batch, verdicts)
+    assert len(verdicts.asked) == asked + 1
+    assert_close(by_name(both.params), by_name(second.params), tolerance=1e-6)
+    np.testing.assert_allclose(credit_both.advantage_N, credit.advantage_N, atol=1e-6)
+    assert (int(both.step), int(both.opt_state[-1].count)) == (1, 2)
+    for name in ("pg_loss", "entropy", "grad_norm", "logprob_gap_max"):
+        assert metrics[name] == pytest.approx(before[name], rel=1e-4), name
+    for name in ("kl", "ratio_mean", "ratio_max", "clip_fraction"):
+        assert metrics[name] == pytest.approx(after[name], rel=1e-4), name
+    assert metrics["ratio_max"] != before["ratio_max"]

@@ -26,7 +26,7 @@ config = parse({
     "model": {"width": 256, "layers": 2, "head_dim": 64, "mlp_width": 512, "compute_dtype": "bfloat16"},
     "train": {"row_length": 256, "row_bucket": 8, "microbatch_rows": 4},
 })
-optimizer = make_optimizer(config.train.optimizer, config.train.steps)
+optimizer = make_optimizer(config.train.optimizer, config.train.updates)
 step = make_train_step(config, transformer.abstract(config.model)[0], mesh, Verdicts())
 batch = pack(make_groups("pf", "pffp"), num_trajectories=8, num_groups=2, row_length=256, row_bucket=8)
 compiled = step.lower(abstract_state(config.model, optimizer, mesh), batch).compile()
