@@ -11,6 +11,7 @@ Ours, beyond the paper:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -22,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from gagar_jax.algo.segments import fold, group_counts, group_sums, to_rows
+from gagar_jax.algo.segments import group_counts, group_sums, likely, to_rows
 
 Mode = Literal["none", "downweight", "sum_preserving"]
 _TINY = 1e-18  # below it, squares in the derivative of a quotient leave float32
@@ -41,29 +42,45 @@ class GroupAdvantages(NamedTuple):
     capped_G: jax.Array  # bool; λ was cut at lambda_max
 
 
-class _Rows(NamedTuple):
-    """The inputs after step 1. What follows from them is computed where it is read: storing it costs more."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """The inputs. What follows from them is computed where it is read: storing it costs more."""
 
     reward_N: jax.Array
     outcome_N: jax.Array  # the tests' verdict
     quality_N: jax.Array
     group_id_N: jax.Array
-    valid_N: jax.Array
+    healthy_N: jax.Array  # the infrastructure did not fail
     external_N: jax.Array
+    num_groups: int = dataclasses.field(metadata={"static": True})
+
+    def valid(self) -> jax.Array:
+        """Step 1: broken episodes, padding and rewards that are not finite leave."""
+        known_N = (self.group_id_N >= 0) & (self.group_id_N < self.num_groups)
+        return self.healthy_N & known_N & (jnp.isfinite(self.reward_N) | self.external_N)
 
     def reward(self) -> jax.Array:
         """Step 2: an external row's reward is 0. So is, here, an invalid row's."""
-        return jnp.where(self.valid_N & ~self.external_N, self.reward_N, 0.0)
+        return jnp.where(self.valid() & ~self.external_N, self.reward_N, 0.0)
 
     def passed(self) -> jax.Array:
         """Step 2: an external row has failed."""
-        return self.outcome_N & self.valid_N & ~self.external_N
+        return self.outcome_N & self.valid() & ~self.external_N
+
+    def binary(self) -> jax.Array:
+        """Whether the reward is exactly 1 for passed and 0 for the rest."""
+        return self.reward() == self.passed().astype(jnp.float32)
 
     def proper(self) -> jax.Array:
         return (self.quality_N > 0) & (self.quality_N <= 1)
 
     def coefficient(self) -> jax.Array:
         return jnp.where(self.proper(), self.quality_N, 1.0)
+
+    def quality(self) -> jax.Array:
+        """f of the passed; −∞ where it is void."""
+        return jnp.where(self.passed(), jnp.where(self.proper(), self.quality_N, -jnp.inf), 0.0)
 
 
 class _Sums(NamedTuple):
@@ -161,58 +178,52 @@ def _advantages(
     mode: Mode,
     lambda_max: float,
 ) -> GroupAdvantages:
-    # Step 1: invalid rows, padding and rewards that are not finite leave. Step 2 is in `_Rows`.
-    valid_N = valid_N & (jnp.isfinite(reward_N) | external_N) & (group_id_N >= 0) & (group_id_N < num_groups)
-    rows = _Rows(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N)
+    # Steps 1 and 2 are in `_Rows`.
+    rows = _Rows(reward_N, passed_N, quality_N, group_id_N, valid_N, external_N, num_groups)
     # Steps 3 to 6, up to what every row must know of its group.
     cap = jnp.asarray(lambda_max, jnp.float32)
-    table_G3, groups = _group_statistics(mode, num_groups, rows, graded_G, cap)
+    table_G3, groups = _group_statistics(mode, rows, graded_G, cap)
     mean_N, scale_N, centre_N = to_rows(table_G3, group_id_N)
     # A_i = R_i − R̄;  B_i = λ f_i A⁺_i for passed, A_i for failed;  A*_i = B_i − mean(B).
     shares_N = rows.passed() & (scale_N > 0)
     factor_N = jnp.where(shares_N, scale_N * rows.coefficient(), 1.0)
     shared_N = factor_N * jnp.maximum(rows.reward() - mean_N, jnp.where(shares_N, 0.0, -jnp.inf))
-    trained_N = rows.valid_N & (scale_N >= 0)
+    trained_N = rows.valid() & (scale_N >= 0)
     return groups._replace(advantage_N=jnp.where(trained_N, shared_N - centre_N, 0.0), trained_N=trained_N)
 
 
-def _two_passes(rows: _Rows, num_groups: int) -> _Sums:
-    """Any rewards. The rounding error of the first pass's mean is summed by the second, and taken out."""
-    size_G, passes_G, reward_G = _first_pass(_Rows.reward, rows, num_groups)
+def _counts(rows: _Rows, column: Callable[[_Rows], jax.Array]) -> tuple[jax.Array, ...]:
+    """(size_G, passes_G, Σ of the column, whether all rewards are binary)."""
+
+    def flags(rows: _Rows) -> tuple[jax.Array, jax.Array]:
+        return rows.valid(), rows.passed()
+
+    return group_counts(flags, column, _Rows.binary, rows, rows.group_id_N, num_groups=rows.num_groups)
+
+
+def _of_any(rows: _Rows, size_G: jax.Array, passes_G: jax.Array, reward_G: jax.Array) -> _Sums:
+    """Any rewards: a second pass. It sums the rounding error of the first's mean too, which is taken out."""
     mean_G = reward_G / jnp.maximum(size_G, 1.0)
 
     def columns(rows: _Rows) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         (mean_N,) = to_rows(mean_G[:, None], rows.group_id_N)
-        centred_N = jnp.where(rows.valid_N, rows.reward() - mean_N, 0.0)
+        centred_N = jnp.where(rows.valid(), rows.reward() - mean_N, 0.0)
         gain_N = jnp.where(rows.passed(), jnp.maximum(centred_N, 0.0), 0.0)
         credit_N = jnp.where(rows.passed() & ~rows.proper(), -jnp.inf, rows.coefficient() * gain_N)
         loss_N = jnp.where(rows.passed(), jnp.minimum(centred_N, 0.0), 0.0)
         return gain_N, credit_N, loss_N, centred_N
 
-    return _Sums(size_G, passes_G, mean_G, *group_sums(columns, rows, rows.group_id_N, num_groups=num_groups))
+    sums = group_sums(columns, rows, rows.group_id_N, num_groups=rows.num_groups)
+    return _Sums(size_G, passes_G, mean_G, *sums)
 
 
-def _one_pass(rows: _Rows, num_groups: int) -> _Sums:
-    """Rewards that are exactly 1 for passed and 0 for the rest."""
-
-    def quality(rows: _Rows) -> jax.Array:
-        return jnp.where(rows.passed(), jnp.where(rows.proper(), rows.quality_N, -jnp.inf), 0.0)
-
-    size_G, passes_G, quality_G = _first_pass(quality, rows, num_groups)
+def _of_binary(size_G: jax.Array, passes_G: jax.Array, quality_G: jax.Array) -> _Sums:
+    """Rewards that are exactly 1 for passed and 0 for the rest: the first pass has it all."""
     mean_G = passes_G / jnp.maximum(size_G, 1.0)
     # 0 · −∞ cannot be: a group with a void coefficient and mean 1 is dropped, but its sum must not be NaN.
     credit_G = quality_G * jnp.maximum(1.0 - mean_G, _TINY)
     zero_G = jnp.zeros_like(mean_G)
     return _Sums(size_G, passes_G, mean_G, passes_G * (1.0 - mean_G), credit_G, loss_G=zero_G, error_G=zero_G)
-
-
-def _first_pass(
-    column: Callable[[_Rows], jax.Array], rows: _Rows, num_groups: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def flags(rows: _Rows) -> tuple[jax.Array, jax.Array]:
-        return rows.valid_N, rows.passed()
-
-    return group_counts(flags, column, rows, rows.group_id_N, num_groups=num_groups)
 
 
 def _redistribution(
@@ -251,28 +262,38 @@ def _redistribution(
     )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _group_statistics(
-    mode: Mode, num_groups: int, rows: _Rows, graded_G: jax.Array, cap: jax.Array
+    mode: Mode, rows: _Rows, graded_G: jax.Array, cap: jax.Array
 ) -> tuple[jax.Array, GroupAdvantages]:
-    """`_redistribution` of one pass or two. Both branches end in small tables that the rows then read."""
+    """`_redistribution` after one pass or two. All ends in small tables that the rows then read."""
+    # The first pass sums what its likely successor needs: coefficients if rewards look binary, else rewards.
+    guess = likely(_Rows.binary, rows)
 
-    def still(binary: jax.Array, rows: _Rows) -> jax.Array:
-        return binary & jnp.all(rows.reward() == rows.passed().astype(jnp.float32))
+    def column(rows: _Rows) -> jax.Array:
+        return jnp.where(guess, rows.quality(), rows.reward())
 
-    binary = fold(still, jnp.array(True), rows)
-    return jax.lax.cond(
-        binary,
-        lambda: _redistribution(_one_pass(rows, num_groups), graded_G, cap, mode),
-        lambda: _redistribution(_two_passes(rows, num_groups), graded_G, cap, mode),
-    )
+    size_G, passes_G, sum_G, binary = _counts(rows, column)
+
+    def of_any() -> _Sums:
+        reward_G = jax.lax.cond(guess, lambda: _rewards(rows), lambda: sum_G)
+        return _of_any(rows, size_G, passes_G, reward_G)
+
+    sums = jax.lax.cond(guess & binary, lambda: _of_binary(size_G, passes_G, sum_G), of_any)
+    return _redistribution(sums, graded_G, cap, mode)
+
+
+def _rewards(rows: _Rows) -> jax.Array:
+    (reward_G,) = group_sums(lambda rows: (rows.reward(),), rows, rows.group_id_N, num_groups=rows.num_groups)
+    return reward_G
 
 
 @_group_statistics.defjvp
-def _group_statistics_jvp(mode, num_groups, primals, tangents):  # type: ignore[no-untyped-def]
+def _group_statistics_jvp(mode, primals, tangents):  # type: ignore[no-untyped-def]
     """One pass reads no rewards, so its own derivative would be wrong."""
 
     def general(rows: _Rows, graded_G: jax.Array, cap: jax.Array) -> tuple[jax.Array, GroupAdvantages]:
-        return _redistribution(_two_passes(rows, num_groups), graded_G, cap, mode)
+        size_G, passes_G, reward_G, _ = _counts(rows, _Rows.reward)
+        return _redistribution(_of_any(rows, size_G, passes_G, reward_G), graded_G, cap, mode)
 
     return jax.jvp(general, primals, tangents)

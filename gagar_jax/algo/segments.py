@@ -5,7 +5,6 @@ The mathematics that uses them lives in `advantage.py`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -44,10 +43,26 @@ def group_sums(
     Returns:
       One array of shape [G] for each column, in its dtype.
     """
+    return _sums_and(columns, _nothing, (), rows, group_id_N, num_groups=num_groups)[0]
+
+
+def _nothing(carry: C, rows: Any) -> C:
+    return carry
+
+
+def _sums_and(
+    columns: Callable[[R], Columns],
+    beside: Callable[[C, R], C],
+    initial: C,
+    rows: R,
+    group_id_N: jax.Array,
+    *,
+    num_groups: int,
+) -> tuple[Columns, C]:
+    """`group_sums` and, in the same reading of the rows, `beside` folded over them."""
     parts = _parts(group_id_N.shape[0], num_groups)
 
-    def add(tables: Columns, rows: tuple[Columns, jax.Array]) -> Columns:
-        added, id_N = rows
+    def add(tables: Columns, added: Columns, id_N: jax.Array) -> Columns:
         if parts > 1:
             part_N = jax.lax.broadcasted_iota(jnp.int32, id_N.shape, 0) % parts
             id_N = jnp.where((id_N >= 0) & (id_N < num_groups), part_N * num_groups + id_N, -1)
@@ -59,36 +74,37 @@ def group_sums(
     def empty(like: Columns) -> Columns:
         return tuple(jnp.zeros((parts * num_groups,), c.dtype) for c in like)
 
-    def at_once(rows: R, group_id_N: jax.Array) -> Columns:
+    def at_once(rows: R, group_id_N: jax.Array) -> tuple[Columns, C]:
         added = columns(rows)
-        return add(empty(added), (added, group_id_N))
+        return add(empty(added), added, group_id_N), beside(initial, rows)
 
-    def in_blocks(rows: R, group_id_N: jax.Array) -> Columns:
-        def add_block(tables: Columns, block: tuple[R, jax.Array]) -> Columns:
-            return add(tables, (_paired(columns(block[0])), block[1]))
+    def in_blocks(rows: R, group_id_N: jax.Array) -> tuple[Columns, C]:
+        def add_block(carry: tuple[Columns, C], block: tuple[R, jax.Array]) -> tuple[Columns, C]:
+            (tables, aside), (rows, id_N) = carry, block
+            return add(tables, _paired(columns(rows)), id_N), beside(aside, rows)
 
         shapes = jax.eval_shape(columns, rows)
-        tables = fold_rows(
-            add_block, empty(jax.eval_shape(_paired, shapes)), (rows, group_id_N), block=_BLOCK
-        )
-        return _unpaired(tables, shapes)
+        start = (empty(jax.eval_shape(_paired, shapes)), initial)
+        tables, aside = fold_rows(add_block, start, (rows, group_id_N), block=_BLOCK)
+        return _unpaired(tables, shapes), aside
 
-    sums = _by_device(in_blocks, at_once, rows, group_id_N)
+    sums, aside = _by_device(in_blocks, at_once, rows, group_id_N)
     while parts > 1:
         parts //= 2
         sums = tuple(x[: parts * num_groups] + x[parts * num_groups :] for x in sums)
-    return sums
+    return sums, aside
 
 
 def group_counts(
     flags: Callable[[R], tuple[jax.Array, jax.Array]],
     column: Callable[[R], jax.Array],
+    check: Callable[[R], jax.Array],
     rows: R,
     group_id_N: jax.Array,
     *,
     num_groups: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How many rows of each group are valid, how many passed, and Σ of a column, as two columns.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """How many rows of each group are valid, how many passed, and Σ of a column: one reading of the rows.
 
     Both counts are packed into one float32. Where some group has thousands of members they may not fit,
     which shows, and the two are counted apart.
@@ -96,12 +112,13 @@ def group_counts(
     Args:
       flags: (valid, passed) of a set of rows, bool; a passed row is valid.
       column: float32 column of a set of rows.
+      check: bool of each of a set of rows.
       rows: a pytree of arrays of shape [N].
       group_id_N: int32; valid rows have ids in [0, num_groups).
       num_groups: static number of groups G.
 
     Returns:
-      (size_G, passes_G, sum_G), float32.
+      (size_G, passes_G, sum_G), float32, and whether every row passes the check.
     """
 
     def packed_and_column(rows: R) -> Columns:
@@ -112,23 +129,32 @@ def group_counts(
         valid_N, passed_N = (flag_N.astype(jnp.int32) for flag_N in flags(rows))
         return valid_N, passed_N
 
-    packed_G, sum_G = group_sums(packed_and_column, rows, group_id_N, num_groups=num_groups)
+    def overall(carry: tuple[jax.Array, jax.Array], rows: R) -> tuple[jax.Array, jax.Array]:
+        total, holds = carry
+        return total + jnp.sum(flags(rows)[0], dtype=jnp.int32), holds & jnp.all(check(rows))
+
+    start = (jnp.int32(0), jnp.array(True))
+    (packed_G, sum_G), (total, holds) = _sums_and(
+        packed_and_column, overall, start, rows, group_id_N, num_groups=num_groups
+    )
     whole_G = packed_G.astype(jnp.int32)
     counts: Columns = (whole_G % _RADIX, whole_G // _RADIX)
     if group_id_N.shape[0] >= _RADIX:
         # Below _EXACT the sums are exact, and a size that ran over into the passes is missing here.
-        total = fold(lambda total, rows: total + jnp.sum(flags(rows)[0], dtype=jnp.int32), jnp.int32(0), rows)
         fits = (jnp.max(packed_G) < _EXACT) & (jnp.sum(counts[0]) == total)
         counts = jax.lax.cond(
             fits, lambda: counts, lambda: group_sums(apart, rows, group_id_N, num_groups=num_groups)
         )
-    return counts[0].astype(jnp.float32), counts[1].astype(jnp.float32), sum_G
+    return counts[0].astype(jnp.float32), counts[1].astype(jnp.float32), sum_G, holds
 
 
-def fold(add: Callable[[C, R], C], initial: C, rows: R) -> C:
-    """`fold_rows` where blocks pay, `add(initial, rows)` elsewhere."""
-    in_blocks = functools.partial(fold_rows, add, block=_BLOCK)
-    return _by_device(in_blocks, add, initial, rows)
+def likely(check: Callable[[R], jax.Array], rows: R) -> jax.Array:
+    """Whether a check holds for all rows; where blocks pay, for the first block's, which costs nothing."""
+
+    def first_block(rows: R) -> jax.Array:
+        return jnp.all(check(jax.tree.map(lambda x: x[:_BLOCK], rows)))
+
+    return _by_device(first_block, lambda rows: jnp.all(check(rows)), rows)
 
 
 def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int) -> C:
@@ -145,8 +171,11 @@ def fold_rows(add: Callable[[C, R], C], initial: C, rows: R, *, block: int) -> C
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     blocks = count // block
-    head = jax.tree.map(lambda x: x[: blocks * block].reshape(blocks, block), rows)
-    carry, _ = jax.lax.scan(lambda carry, turn: (add(carry, turn), None), initial, head)
+
+    def turn(index: jax.Array, carry: C) -> C:
+        return add(carry, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * block, block), rows))
+
+    carry = jax.lax.fori_loop(0, blocks, turn, initial)
     if count % block:
         carry = add(carry, jax.tree.map(lambda x: x[blocks * block :], rows))
     return carry

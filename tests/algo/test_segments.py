@@ -34,8 +34,9 @@ def test_large_groups_do_not_lose_precision():
 def counts(valid, passed, column, group_id, groups):
     rows = (jnp.asarray(valid), jnp.asarray(passed), jnp.asarray(column))
     return segments.group_counts(
-        lambda r: (r[0], r[1]), lambda r: r[2], rows, jnp.asarray(group_id), num_groups=groups
-    )
+        lambda r: (r[0], r[1]), lambda r: r[2], lambda r: r[2] < 1, rows, jnp.asarray(group_id),
+        num_groups=groups,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [1000, 200_000])  # the packed counter overflows in the second
@@ -45,7 +46,9 @@ def test_group_counts(rows):
     valid = rng.random(rows) < 0.95
     passed = valid & (rng.random(rows) < 0.5)
     column = rng.random(rows).astype(np.float32)
-    size, passes, total = counts(valid, passed, column, group_id, 5)
+    size, passes, total, below_one = counts(valid, passed, column, group_id, 5)
+    assert below_one
+    assert not counts(valid, passed, np.append(column[:-1], np.float32(1)), group_id, 5)[3]
     np.testing.assert_array_equal(size, np.bincount(group_id, valid, 5))
     np.testing.assert_array_equal(passes, np.bincount(group_id, passed, 5))
     np.testing.assert_allclose(total, np.bincount(group_id, column, 5), rtol=5e-6)
@@ -55,7 +58,7 @@ def test_group_counts(rows):
 def test_group_counts_at_the_edge_of_the_packing(size):
     rows = size + 10
     valid = np.arange(rows) < size
-    got = counts(valid, valid, valid.astype(np.float32), np.zeros(rows, np.int32), 2)
+    got = counts(valid, valid, valid.astype(np.float32), np.zeros(rows, np.int32), 2)[:3]
     np.testing.assert_array_equal(np.stack(got), [[size, 0]] * 3)
 
 
@@ -83,8 +86,11 @@ import functools, jax, numpy as np
 from gagar_jax.algo.advantage import group_advantages
 from tests.algo.batches import random_batch
 assert jax.device_count() == 1
-for binary in (True, False):
-    batch = random_batch(np.random.default_rng(0), rows=100_000, groups=3_000, binary=binary)
+def kind(**settings):
+    return random_batch(np.random.default_rng(0), rows=100_000, groups=3_000, **settings)
+binary, shaped = kind(binary=True), kind(binary=False)
+late = binary._replace(reward=np.where(np.arange(100_000) < 70_000, binary.reward, shaped.reward))
+for batch in (binary, shaped, late):  # the last looks binary as far as its first block goes
     program = jax.jit(functools.partial(group_advantages, num_groups=3_000)).lower(*batch).compile()
     assert "while" in program.as_text()
     whole = np.asarray(program(*batch).advantage_N)
@@ -116,7 +122,7 @@ def test_sizes_that_run_over_the_packing_are_noticed(passes, sizes):
     group_id = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)
     valid = np.ones(len(group_id), bool)
     passed = np.concatenate([np.arange(size) < min(passes, size) for size in sizes])
-    got = counts(valid, passed, passed.astype(np.float32), group_id, len(sizes))
+    got = counts(valid, passed, passed.astype(np.float32), group_id, len(sizes))[:3]
     expected = [min(passes, size) for size in sizes]
     np.testing.assert_array_equal(np.stack(got), [sizes, expected, expected])
 
