@@ -129,7 +129,7 @@ def _parse_replace(argument: str, body: str) -> Action:
         return Malformed("replace needs one line number")
     old, _, new = body.removesuffix("\n").partition("\n")
     if not old or "\n" in new:
-        return Malformed("replace needs the old text below it, then the new, a line each")
+        return Malformed("replace needs the old text, then the new, below it")
     return Replace(int(argument), old, new)
 
 
