@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gagar_jax.files import writing
+
 
 class LogFile(logging.FileHandler):
     """log.txt. A full disk ends the log, says so once on the screen, and does not end the run."""
@@ -24,6 +26,10 @@ class LogFile(logging.FileHandler):
         elif self.level <= logging.CRITICAL:
             self.setLevel(logging.CRITICAL + 1)
             self._say(f"{self.baseFilename} is not written any more: {error}")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is still in its buffer, and was said
+            super().close()
 
 
 class ScreenHandler(logging.Handler):
@@ -48,8 +54,9 @@ def logging_to(run_dir: Path | None, say: Callable[[str], None]) -> Iterator[Non
     root = logging.getLogger()
     handlers: list[logging.Handler] = [ScreenHandler(say)]
     if run_dir is not None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        handlers.append(LogFile(run_dir / "log.txt", say))
+        with writing(run_dir / "log.txt"):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            handlers.append(LogFile(run_dir / "log.txt", say))
     level = root.level
     root.setLevel(logging.INFO)
     # Orbax logs through absl, which writes to the screen by itself, and tells every step of every save.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -57,7 +59,9 @@ def settings(folder: Path, **train: Any) -> Config:
 
 def params_of(config: Config) -> list[np.ndarray]:
     mesh = run.sharding.make_mesh(data=1, model=1)
-    abstract = abstract_state(config.model, make_optimizer(config.train.optimizer, config.train.updates), mesh)
+    abstract = abstract_state(
+        config.model, make_optimizer(config.train.optimizer, config.train.updates), mesh
+    )
     found = Checkpoints(config.run_dir / "checkpoints", keep=2).restore(abstract)
     assert found is not None
     assert found.step == 4
@@ -179,6 +183,59 @@ def test_another_run_can_start_from_a_warm_start(whole: Path, tmp_path: Path) ->
     assert json.loads((config.run_dir / "eval_sft.json").read_text()) == json.loads(
         (whole / "eval_sft.json").read_text()
     )
+
+
+ON_A_SMALL_DISK = """
+import subprocess, sys
+from pathlib import Path
+import numpy as np, pytest
+from gagar_jax import loop
+from gagar_jax.files import DiskFull
+from tests import test_loop
+
+folder, whole = Path(sys.argv[1]), Path(sys.argv[2])
+folder.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(folder)], check=True)
+test_loop._echo.__wrapped__(pytest.MonkeyPatch())
+config = test_loop.settings(folder / "run", keep_checkpoints=1)
+config = config.model_copy(update={"sft": config.sft.model_copy(update={"warm_start_from": whole})})
+for size in ("16k", "64k", "128k", "256k", "512k", "1m", "64m"):
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+    try:
+        loop.train(config)
+    except DiskFull as error:
+        assert "No space left on the device while writing" in str(error), error
+        print(size, "full")
+    else:
+        print(size, "done")
+        break
+alone, beside = test_loop.params_of(config), test_loop.params_of(test_loop.settings(whole))
+assert all(np.array_equal(a, b) for a, b in zip(alone, beside, strict=True))
+assert test_loop.sampled(config.run_dir) == test_loop.sampled(whole)
+"""
+
+
+@pytest.mark.confined
+def test_a_run_goes_on_after_a_full_disk(whole: Path, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [
+            "unshare",
+            "-Urm",
+            sys.executable,
+            "-W",
+            "error",
+            "-c",
+            ON_A_SMALL_DISK,
+            str(tmp_path / "small"),
+            str(whole),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    *before, last = run.stdout.split("\n")[:-1]
+    assert last.endswith("done")
+    assert len(before) >= 3, run.stdout
 
 
 def reads_patches(messages: list[Message], number: int) -> Message:
