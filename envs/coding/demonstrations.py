@@ -11,7 +11,6 @@ import difflib
 import itertools
 import logging
 import random
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +39,6 @@ SLOPPY = {
 """The styles beside "clean", and how often each is shown. Most keep to the one edit that repairs and leave
 something beside it: a small policy can pass in them as often as cleanly, which is what lets a grader teach.
 `test_after` is careful rather than sloppy, but costs a turn."""
-
-_WORD = re.compile(r"\w+|\s+|[^\w\s]+")
 
 _COMMENTS = ("fix", "fixed", "fix the bug", "this was wrong")
 _DEAD = ("result = None", "_unused = None", "tmp = None", "debug = False")
@@ -85,11 +82,10 @@ class Problem:
         return lines if tools.parses("".join(f"{line}\n" for line in lines)) else None
 
     def beside_fix(self, text: str) -> list[str]:
-        """Actions that repair, then leave a line before the repair, or at the start of the body."""
+        """The repaired window with a line before the repair; at the start of the body if it cannot be."""
         places = (*self.fixed_lines()[:1], self.body)
-        left = (self.with_line(place, text) for place in places if place >= self.body)
-        wanted = next((lines for lines in left if lines is not None), self.fixed)
-        return [*self.changes(self.fixed), *edit_actions(self.fixed, wanted)]
+        wanted = (self.with_line(place, text) for place in places if place >= self.body)
+        return next((lines for lines in wanted if lines is not None), list(self.fixed))
 
     def replaced(self) -> str | None:
         """The first faulty line, stripped; None where nothing is replaced."""
@@ -99,33 +95,14 @@ class Problem:
 
 
 def edit_actions(broken: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """The smallest edits from one window to another, as actions, from the bottom up."""
+    """The fewest whole-line edits from one window to another, as actions, from the bottom up."""
     matcher = difflib.SequenceMatcher(None, broken, wanted, autojunk=False)
     actions = []
     for tag, start, end, new_start, new_end in reversed(matcher.get_opcodes()):
-        new = wanted[new_start:new_end]
-        if tag == "replace" and end - start == len(new) == 1 and broken[start].strip():
-            actions.append("\n".join([f"replace {start + 1}", *_pieces(broken[start], new[0])]))
-        elif tag != "equal":
+        if tag != "equal":
             head = f"insert {start}" if tag == "insert" else f"edit {_span(start + 1, end)}"
-            actions.append("\n".join([head, *new]))
+            actions.append("\n".join([head, *wanted[new_start:new_end]]))
     return actions
-
-
-def _pieces(old: str, new: str) -> tuple[str, str]:
-    """The shortest run of whole words and marks that turns one line into the other and stands there once."""
-    olds, news = (_WORD.findall(line) for line in (old, new))
-    shorter = min(len(olds), len(news))
-    first = next((i for i in range(shorter) if olds[i] != news[i]), shorter)
-    last = len(olds) - next(
-        (i for i in range(shorter - first) if olds[-1 - i] != news[-1 - i]), shorter - first
-    )
-    while not "".join(olds[first:last]).strip() or old.count("".join(olds[first:last])) > 1:
-        if last < len(olds):
-            last += 1
-        else:
-            first -= 1
-    return "".join(olds[first:last]), "".join(news[first : len(news) - (len(olds) - last)])
 
 
 def _span(first: int, last: int) -> str:
@@ -158,20 +135,20 @@ def plan(problem: Problem, style: str, rng: random.Random) -> list[str]:
         case "test_after":
             actions = [*fix, "test"]
         case "comment":
-            actions = problem.beside_fix(f"# {rng.choice(_COMMENTS)}")
+            actions = problem.changes(problem.beside_fix(f"# {rng.choice(_COMMENTS)}"))
         case "leftover_print":
             name = rng.choice([*problem.names, "'here'", "'debug'"])
-            actions = problem.beside_fix(f"print({name})")
+            actions = problem.changes(problem.beside_fix(f"print({name})"))
         case "commented_out":
             old = problem.replaced() or rng.choice(_COMMENTS)
-            actions = problem.beside_fix(f"# {old}")
+            actions = problem.changes(problem.beside_fix(f"# {old}"))
         case "dead_code":
-            actions = problem.beside_fix(rng.choice(_DEAD))
+            actions = problem.changes(problem.beside_fix(rng.choice(_DEAD)))
         case "rewrite":
             start = problem.body if rng.random() < 0.5 or problem.body > 1 else 0
             actions = [f"edit {_span(start + 1, len(problem.broken))}\n" + "\n".join(problem.fixed[start:])]
         case "double_edit":
-            actions = _double_edit(problem, rng)
+            actions = _double_edit(problem, fix, rng)
         case _:
             raise ValueError(f"no style {style!r}; there are clean, {', '.join(SLOPPY)}")
     return [*actions, "submit"]
@@ -182,15 +159,12 @@ def _reopened(problem: Problem) -> list[str]:
     return [f"view {problem.task['qualname']}"]
 
 
-def _double_edit(problem: Problem, rng: random.Random) -> list[str]:
-    """The repair, then the repaired line once more, as it is; or a comment that is taken out again."""
-    (place, *_), fix = problem.fixed_lines(), problem.changes(problem.fixed)
-    if rng.random() < 0.5 and place < len(problem.fixed):
-        return [*fix, f"edit {place + 1}\n{problem.fixed[place]}"]
-    left = problem.beside_fix(f"# {rng.choice(_COMMENTS)}")
-    if len(left) == len(fix) + 1 and left[-1].startswith("insert "):
-        return [*left, f"edit {int(left[-1].split()[1]) + 1}"]
-    return left
+def _double_edit(problem: Problem, fix: list[str], rng: random.Random) -> list[str]:
+    """A first try that leaves a mark, then the line once more, right; or the same right edit twice."""
+    marked = problem.beside_fix(f"# {rng.choice(_COMMENTS)}")
+    if rng.random() < 0.3 and len(fix) == 1 and len(problem.fixed) == len(problem.broken):
+        return [*fix, *fix]
+    return [*problem.changes(marked), *edit_actions(marked, problem.fixed)]
 
 
 def choose_styles(count: int, clean_share: float, rng: random.Random) -> list[str]:

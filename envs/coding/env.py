@@ -195,9 +195,9 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
                 return editor.view_lines(path, first, last)
             case tools.Search(text):
                 return editor.search(text)
-            case tools.Edit() | tools.Replace():
+            case tools.Edit():
                 try:
-                    return editor.edit(action) if isinstance(action, tools.Edit) else editor.replace(action)
+                    return editor.edit(action)
                 except WorkspacePathError as error:
                     return str(error)
             case tools.RunTests():

@@ -1,10 +1,9 @@
 """The agent's tools: the grammar of actions, and an editor with one window on a working copy.
 
-An action is one command on its first line; `replace`, `edit` and `insert` take the lines below it.
+An action is one command on its first line; `edit` and `insert` take the lines below it.
 
     view NAME | view PATH A-B     open the window on a function or class, or on lines of a file
     search TEXT                   lines that contain TEXT, sources first
-    replace A                     in line A, replace the text below by the text below that (none: delete)
     edit A-B | edit A             replace these lines of the window by the lines below (none: delete)
     insert A                      put the lines below after line A of the window (0: before the first)
     test | submit                 run the tests of the task; end the episode
@@ -25,12 +24,11 @@ from envs.coding.mutation import docstring_lines
 from envs.coding.workspace import Workspace, WorkspacePathError
 from gagar_jax.types import parse_python
 
-GRAMMAR = "use: view NAME | view PATH A-B | search TEXT | replace A | edit A-B | insert A | test | submit"
+GRAMMAR = "use: view NAME | view PATH A-B | search TEXT | edit A-B | insert A | test | submit"
 MAX_ACTION_CHARS = 20_000
 MAX_WINDOW_LINES = 60
 MAX_HITS = 4
 _HIT_CHARS = 60
-_NO_WINDOW = "no window is open: view NAME first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +58,6 @@ class Edit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replace:
-    """In line `line` of the window, replaces the one place where `old` stands by `new`."""
-
-    line: int
-    old: str
-    new: str
-
-
-@dataclasses.dataclass(frozen=True)
 class RunTests:
     pass
 
@@ -85,7 +74,7 @@ class Malformed:
     why: str
 
 
-Action = View | ViewLines | Search | Edit | Replace | RunTests | Submit | Malformed
+Action = View | ViewLines | Search | Edit | RunTests | Submit | Malformed
 
 
 def parse_action(text: str) -> Action:
@@ -95,8 +84,6 @@ def parse_action(text: str) -> Action:
     head, _, body = text.partition("\n")
     word, _, argument = head.strip().partition(" ")
     argument = argument.strip()
-    if word == "replace":
-        return _parse_replace(argument, body)
     if word in ("edit", "insert"):
         return _parse_edit(word, argument, body)
     if body.strip():
@@ -122,15 +109,6 @@ def parse_action(text: str) -> Action:
 
 
 _ONE_LINE = ("view", "search", "test", "submit")
-
-
-def _parse_replace(argument: str, body: str) -> Action:
-    if not re.fullmatch(r"\d{1,6}", argument):
-        return Malformed("replace needs one line number")
-    old, _, new = body.removesuffix("\n").partition("\n")
-    if not old or "\n" in new:
-        return Malformed("replace needs the old text, then the new, below it")
-    return Replace(int(argument), old, new)
 
 
 def _parse_edit(word: str, argument: str, body: str) -> Action:
@@ -247,26 +225,6 @@ class Editor:
             "\n".join([f"{total}, first {MAX_HITS}:" if len(hits) > MAX_HITS else total, *hits[:MAX_HITS]])
         )
 
-    def replace(self, action: Replace) -> str:
-        """Changes a piece of one line of the window, and answers as `edit` does.
-
-        Raises:
-          OSError: the disk failed.
-        """
-        window = self.window
-        if window is None:
-            return _NO_WINDOW
-        size = window.last - window.first + 1
-        if not 1 <= action.line <= size:
-            return f"the window has lines 1-{size}"
-        line = split_lines(self.workspace.read(window.path) or "")[window.first + action.line - 2].rstrip(
-            "\r\n"
-        )
-        places = line.count(action.old)
-        if places != 1:
-            return f"line {action.line} has {f'{places} places' if places else 'no place'} like that"
-        return self.edit(Edit(action.line, action.line, (line.replace(action.old, action.new),)))
-
     def edit(self, action: Edit) -> str:
         """Changes lines of the window and says so in a word or two.
 
@@ -275,7 +233,7 @@ class Editor:
         """
         window = self.window
         if window is None:
-            return _NO_WINDOW
+            return "no window is open: view NAME first"
         size = window.last - window.first + 1
         inserts = action.first == action.last + 1
         if action.last > size or (action.first < 1):

@@ -87,8 +87,7 @@ def _is_needless(action: str, touched: set[str]) -> bool:
 
 
 def _overwritten(turns: Sequence[Turn], files: Collection[FilePatch]) -> list[int]:
-    """Edits, but the last, that left nothing: no line that the final patch adds is in the action, and no
-    line of the action (it may replace a piece of one) is in those.
+    """Edits, but the last, whose action holds no line that the final patch adds.
 
     An edit that writes no lines below its first leaves none to look for, and is let off; so are as many
     others as the patch has hunks that shorten the file.
@@ -102,12 +101,7 @@ def _overwritten(turns: Sequence[Turn], files: Collection[FilePatch]) -> list[in
     if not kept or len(edits) < 2:
         return []
     actions = {i: _plain(turns[i - 1].action) for i in edits[:-1]}
-    pieces = {i: [_plain(line) for line in action.split("\n")[1:]] for i, action in actions.items()}
-    lost = [
-        i
-        for i, action in actions.items()
-        if not any(line in action or any(p and p in line for p in pieces[i]) for line in kept)
-    ]
+    lost = [i for i, action in actions.items() if not any(line in action for line in kept)]
     deletions = sum(len(hunk.before) > len(hunk.after) for f in files for hunk in f.hunks)
     return lost[deletions:]
 

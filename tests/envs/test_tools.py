@@ -11,18 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.coding import tools
-from envs.coding.tools import (
-    Edit,
-    Editor,
-    Malformed,
-    Replace,
-    RunTests,
-    Search,
-    Submit,
-    View,
-    ViewLines,
-    parse_action,
-)
+from envs.coding.tools import Edit, Editor, Malformed, RunTests, Search, Submit, View, ViewLines, parse_action
 from envs.coding.workspace import Template, Templates, WorkspacePathError
 from tests.envs.tiny import SOURCE, tiny_tasks
 
@@ -43,8 +32,6 @@ from tests.envs.tiny import SOURCE, tiny_tasks
         ("edit 3-5\n  x\ny", Edit(3, 5, ("  x", "y"))),
         ("edit 3\nx\n", Edit(3, 3, ("x",))),
         ("insert 0\nx", Edit(1, 0, ("x",))),
-        ("replace 4\n <\n <=\n", Replace(4, " <", " <=")),
-        ("replace 4\nnot ", Replace(4, "not ", "")),
     ],
 )
 def test_actions(text: str, action: tools.Action) -> None:
@@ -63,12 +50,6 @@ def test_actions(text: str, action: tools.Action) -> None:
         "edit -1",
         "insert 3",
         "insert 1-2\nx",
-        "replace",
-        "replace 1",
-        "replace 1\n",
-        "replace 1\n\nx",
-        "replace 1-2\nx\ny",
-        "replace 1\nx\ny\nz",
         "view",
         "view a b",
         "view ../x 1-",
@@ -183,21 +164,6 @@ def test_edits_count_in_the_window_and_the_window_follows(editor: Editor) -> Non
     now = editor.workspace.read("tiny/__init__.py") or ""
     cut = slice(expected.index("def count_above"), expected.index("class Stack"))
     assert expected[cut] in now
-
-
-def test_a_piece_is_replaced_where_it_stands_once(editor: Editor) -> None:
-    assert editor.replace(Replace(1, "a", "b")) == "no window is open: view NAME first"
-    editor.view("count_above")
-    line = window(editor).splitlines()[1]
-    assert line == "2|    total = 0"
-    assert editor.replace(Replace(2, "0", "10")) == "ok"
-    assert window(editor).splitlines()[1] == "2|    total = 10"
-    assert editor.replace(Replace(2, "t", "x")) == "line 2 has 2 places like that"
-    assert editor.replace(Replace(2, "zero", "x")) == "line 2 has no place like that"
-    assert editor.replace(Replace(99, "t", "x")).startswith("the window has lines 1-")
-    assert editor.replace(Replace(2, "= 10", "= (")) == "ok; syntax error at 2: '(' was never closed"
-    assert editor.replace(Replace(2, " = (", "")) == "ok"
-    assert window(editor).splitlines()[1] == "2|    total"
 
 
 def test_syntax_errors_are_told_by_window_line_and_can_be_mended(editor: Editor) -> None:

@@ -224,20 +224,6 @@ def test_kinds_of_action(action: str, expected: str):
     assert kind(action) == expected
 
 
-def test_edits_of_a_piece_of_a_line_are_followed(diff: Diff):
-    turns = [
-        Turn("replace 14\nhigh\nlow + 1", "ok"),  # 1: overwritten by 2
-        Turn("replace 14\nlow + 1\nlow", "ok"),
-        Turn("insert 13\n        print(low)", "ok"),  # 3: taken out by 4
-        Turn("edit 14", "ok"),
-        Turn("submit", ""),
-    ]
-    found = facts_of(diff, FIXED, turns=turns).found
-    assert {kind: [e.where for e in evidence] for kind, evidence in found.items()} == {
-        Found.OVERWRITTEN_EDIT: ["step 1"]
-    }
-
-
 def test_a_bad_patch_names_the_trajectory(diff: Diff):
     with pytest.raises(ValueError, match=r"pkg__1 group 0 member 3: malformed patch, line 1"):
         trajectory_facts(trajectory(3, b"nonsense"), BASE)
