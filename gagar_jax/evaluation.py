@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from gagar_jax.config import EvalConfig
 from gagar_jax.files import write_atomic
 from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.structural import grade_quality
 from gagar_jax.rollout.collector import Journal
 from gagar_jax.run import Run
-from gagar_jax.types import Grade, Group
+from gagar_jax.types import Grade, Group, UserError
 
 EVALUATION = 1  # folded into the sampling key; training is 0
 SPLIT_STRIDE = (
@@ -35,10 +36,18 @@ def evaluate_policy(run: Run, params: Any, stage: str, *, version: int) -> dict[
 
     Returns:
       Of each split, the measures of `measure`. A split without tasks is left out, and logged.
+
+    Raises:
+      UserError: a split that no task could be in, or tasks in none of the splits.
     """
     config = run.config.eval
+    known = [*EvalConfig().splits, *run.tasks]
+    if unknown := [name for name in config.splits if name not in known]:
+        raise UserError(f"eval.splits: no split {unknown[0]!r}; there are {', '.join(dict.fromkeys(known))}")
     chosen = {name: _choose(run, name) for name in config.splits}
     total = sum(len(tasks) for tasks in chosen.values()) * config.samples
+    if not total:
+        raise UserError(f"eval.splits: no task in {', '.join(config.splits)}")
     results, before = {}, 0
     for place, (name, tasks) in enumerate(chosen.items()):
         if not tasks:

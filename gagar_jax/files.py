@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from gagar_jax.types import UserError
 
@@ -41,12 +42,22 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     Raises:
       DiskFull: no space; the old file is untouched.
     """
-    data = content.encode() if isinstance(content, str) else content
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """`write_atomic` for a file that is written bit by bit; an exception inside leaves the old content.
+
+    Raises:
+      DiskFull: no space; the old file is untouched.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with writing(path):
         try:
             with part.open("wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

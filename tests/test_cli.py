@@ -53,6 +53,7 @@ def test_help_is_quick_and_imports_no_jax(user_environment: dict[str, str]) -> N
 @pytest.mark.parametrize(
     "command",
     [["train"], ["sft"], ["eval"], ["tasks"], ["tasks", "build"], ["tasks", "show"], ["doctor"]]
+    + [["duel"], ["export-verdicts"]]
     + [["bench"]] * bool(BENCHES),
 )
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:

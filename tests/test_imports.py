@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": _LEARN | {"rollout", "train", "files"},
     "plugins": {"types"},
     "files": {"types"},
-    "logs": set(),
+    "logs": {"files"},
     "console": {"logs"},
     "overrides": _BASE,
     "report": _BASE | {"report", "files", "metrics", "console", "plugins", "grading"},  # it grades again

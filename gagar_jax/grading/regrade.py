@@ -1,6 +1,6 @@
 """One group through a grader, its verdict's validation and the rubric, at once: the service without threads.
 
-For grading stored groups and for auditing graders. The trainer uses `service`.
+For grading stored groups, auditing graders and comparing two runs. The trainer uses `service`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,18 @@ def regrade(grader: Grader, group: Group, tiers: Mapping[str, float]) -> Regrade
     audit = cause is Ungraded.ONE_PASSED and getattr(grader, "audits_external", False)
     if cause is not None and not audit:
         return Regraded(group, cause)
+    return ask(grader, group, tiers, cause=cause)
+
+
+def ask(
+    grader: Grader, group: Group, tiers: Mapping[str, float], *, cause: Ungraded | None = None
+) -> Regraded:
+    """Asks the grader about a group, whether or not training would have it graded; never raises.
+
+    Args:
+      grader, group, tiers: as in `regrade`.
+      cause: why its members are not to be ranked, so that only `external` counts; None ranks them.
+    """
     before, started = getattr(grader, "tokens", None), time.monotonic()
     given: GroupVerdict | None = None
     result = Regraded(group, cause)
@@ -60,7 +72,7 @@ def regrade(grader: Grader, group: Group, tiers: Mapping[str, float]) -> Regrade
         entries = {
             c.member: (c.scores, c.flags) for c in verdict.candidates if c.member not in verdict.external
         }
-        grades = {} if audit else rubric.coefficients(entries, **tiers)
+        grades = rubric.coefficients(entries, **tiers) if cause is None else {}
         result = dataclasses.replace(result, verdict=verdict, grades=grades, dropped=_unproved(given))
     except VoidVerdict as void:
         result = dataclasses.replace(result, cause=Ungraded.VOID, detail=void.reason)

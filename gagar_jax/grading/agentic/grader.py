@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
+import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gagar_jax.config import AgenticConfig
@@ -16,8 +16,9 @@ from gagar_jax.grading.agentic import submission
 from gagar_jax.grading.agentic.endpoint import Endpoint
 from gagar_jax.grading.agentic.toolbox import SUBMIT, Toolbox
 from gagar_jax.grading.agentic.workspace import Workspace
+from gagar_jax.grading.agreement import Agreement, ordering
 from gagar_jax.grading.fence import Fence, visible
-from gagar_jax.grading.verdict import VoidVerdict
+from gagar_jax.grading.verdict import VoidVerdict, validate
 from gagar_jax.types import CandidateVerdict, CommandRunner, Flag, Group, GroupVerdict, Scores
 
 _log = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ class AgenticGrader:
       config: endpoint and budgets.
       run: carries out the commands of the model; None leaves that tool away.
       repository: the whole base tree of a task; None shows only the files that candidates touched.
-      keep: called with each finished conversation, JSON-ready: group, instance_id, messages, tokens,
-        seconds, and `ended`, "verdict" or why there was none.
+      keep: called with each conversation of a call when the call ends, JSON-ready. Of the conversation:
+        group, instance_id, grader, members, messages, tools, tokens, seconds, corrections, dropped (claims
+        without evidence), and `ended`, "verdict" or why there was no usable one. Of the call: valid, whether
+        its verdict stood; order_agreement, the share of pairs on which two orders agree, null for one order.
       order: the order in which members are presented; `list` keeps the group's own, for an audit of order.
     """
 
@@ -107,10 +110,26 @@ class AgenticGrader:
         repository = self._repository(group.task) if self._repository else None
         deadline = time.monotonic() + self._config.wall_s
         orders = (order, order[::-1])[: self._config.orders]
-        verdicts = [self._converse(Workspace(group, order, repository), deadline) for order in orders]
-        return verdicts[0] if len(verdicts) == 1 else agreed(*verdicts, limit=self._config.max_reversals)
+        held: list[dict[str, Any]] = []
+        of_call: dict[str, Any] = {"valid": False, "order_agreement": None}
+        try:
+            verdicts = [
+                self._converse(Workspace(group, order, repository), deadline, held) for order in orders
+            ]
+            verdict = verdicts[0]
+            if len(verdicts) == 2:
+                alike = compared(*verdicts).alike
+                of_call["order_agreement"] = None if math.isnan(alike) else alike
+                verdict = agreed(*verdicts, limit=self._config.max_reversals)
+            of_call["valid"] = True
+            return verdict
+        finally:
+            if self._keep is not None:
+                for conversation in held:
+                    self._keep(conversation | of_call)
 
-    def _converse(self, workspace: Workspace, deadline: float) -> GroupVerdict:
+    def _converse(self, workspace: Workspace, deadline: float, held: list[dict[str, Any]]) -> GroupVerdict:
+        """One conversation; what is kept of it is added to `held`, however it ends."""
         started = time.monotonic()
         fence = Fence()
         tools = Toolbox(
@@ -125,28 +144,32 @@ class AgenticGrader:
             {"role": "system", "content": _INSTRUCTIONS.format(submit=SUBMIT, mark=fence.mark)},
             {"role": "user", "content": _presentation(workspace, fence)},
         ]
-        ended, spent = "the conversation broke", [0]
+        ended, count, dropped = "the conversation broke", _Count(), 0
         try:
-            verdict = self._until_verdict(workspace, tools, messages, deadline, spent)
+            verdict = self._until_verdict(workspace, tools, messages, deadline, count)
+            # Here and not only by the caller: evidence that does not exist saves the other order's cost.
+            _, dropped = validate(verdict, workspace.group)
             ended = "verdict"
             return verdict
         except Exception as error:
             ended = f"{type(error).__name__}: {error}"
             raise
         finally:
-            if self._keep is not None:
-                self._keep(
-                    {
-                        "group": workspace.group.group,
-                        "instance_id": workspace.group.task.get("instance_id"),
-                        "grader": self.name,
-                        "members": workspace.members,
-                        "ended": ended,
-                        "tokens": spent[0],
-                        "seconds": round(time.monotonic() - started, 3),
-                        "messages": messages,
-                    }
-                )
+            held.append(
+                {
+                    "group": workspace.group.group,
+                    "instance_id": workspace.group.task.get("instance_id"),
+                    "grader": self.name,
+                    "members": workspace.members,
+                    "ended": ended,
+                    "tokens": count.tokens,
+                    "corrections": count.corrections,
+                    "dropped": dropped,
+                    "seconds": round(time.monotonic() - started, 3),
+                    "messages": messages,
+                    "tools": tools.declarations(),
+                }
+            )
 
     def _until_verdict(
         self,
@@ -154,15 +177,15 @@ class AgenticGrader:
         tools: Toolbox,
         messages: list[dict[str, Any]],
         deadline: float,
-        spent: list[int],
+        count: _Count,
     ) -> GroupVerdict:
         """Asks and answers until a verdict can be read, a budget is used up, or corrections do not help."""
-        corrections, problem = self._config.corrections, ""
+        problem = ""
         for _ in range(self._config.max_turns):
-            if spent[0] >= self._config.max_group_tokens:
+            if count.tokens >= self._config.max_group_tokens:
                 raise VoidVerdict(f"no verdict within {self._config.max_group_tokens} tokens")
             reply = self._endpoint.complete(messages, tools.declarations(), deadline=deadline)
-            spent[0] += reply.tokens
+            count.tokens += reply.tokens
             messages.append(reply.message())
             problem = "" if reply.calls else "no tool was called"
             verdicts = [call for call in reply.calls if call.name == SUBMIT]
@@ -184,14 +207,22 @@ class AgenticGrader:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
             if problem:
                 cut = " (the answer was cut off)" if reply.truncated else ""
-                if corrections == 0:
+                if count.corrections == self._config.corrections:
                     raise VoidVerdict(f"no verdict that could be read: {problem}{cut}")
-                corrections -= 1
+                count.corrections += 1
                 if not reply.calls:
                     messages.append(
                         {"role": "user", "content": f"Use the tools{cut}; {SUBMIT} ends the work."}
                     )
         raise VoidVerdict(f"no verdict within {self._config.max_turns} turns")
+
+
+@dataclasses.dataclass
+class _Count:
+    """Of one conversation so far: tokens used, answers that could not be read and were given again."""
+
+    tokens: int = 0
+    corrections: int = 0
 
 
 def _drawn(members: list[int]) -> list[int]:
@@ -216,14 +247,13 @@ def agreed(first: GroupVerdict, second: GroupVerdict, *, limit: float) -> GroupV
     Raises:
       VoidVerdict: more pairs than that are reversed, so that the order and not the work decided.
     """
+    counts = compared(first, second)
+    strict = counts.same + counts.reversed
+    if counts.reversed > limit * strict:
+        raise VoidVerdict(
+            f"{counts.reversed} of {strict} pairs came out the other way round in the other order"
+        )
     one, two = ({c.member: c for c in verdict.candidates} for verdict in (first, second))
-    strict = reversed_ = 0
-    for a, b in itertools.combinations(sorted(one), 2):
-        signs = [_better(verdict[a], verdict[b]) for verdict in (one, two)]
-        strict += all(signs)
-        reversed_ += signs[0] * signs[1] < 0
-    if reversed_ > limit * strict:
-        raise VoidVerdict(f"{reversed_} of {strict} pairs came out the other way round in the other order")
     candidates = tuple(
         CandidateVerdict(
             member,
@@ -253,9 +283,12 @@ def agreed(first: GroupVerdict, second: GroupVerdict, *, limit: float) -> GroupV
     return GroupVerdict(first.grader, candidates, external, commands)
 
 
-def _better(a: CandidateVerdict, b: CandidateVerdict) -> int:
-    """1, 0 or −1: whether a ranks above b."""
-    keys: Sequence[tuple[int, int]] = [
-        (-rubric.tier(c.scores, c.flags), rubric.weighted(c.scores)) for c in (a, b)
-    ]
-    return (keys[0] > keys[1]) - (keys[0] < keys[1])
+def compared(first: GroupVerdict, second: GroupVerdict) -> Agreement:
+    """How far two verdicts on the same members agree, pair by pair."""
+    one, two = ({c.member: _place(c) for c in verdict.candidates} for verdict in (first, second))
+    return ordering([(one[member], two[member]) for member in sorted(one)])
+
+
+def _place(candidate: CandidateVerdict) -> int:
+    """Less is better: by tier, then by W (at most 500)."""
+    return 1000 * rubric.tier(candidate.scores, candidate.flags) - rubric.weighted(candidate.scores)

@@ -83,21 +83,24 @@ class Audit:
 
     def to_json(self) -> dict[str, Any]:
         """Everything above, with each rate's and agreement's derived numbers; NaN becomes null."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, float) and math.isnan(value):
-                return None
-            if isinstance(value, Rate):
-                return {"hits": value.hits, "tried": value.tried, "share": plain(value.share)}
-            if isinstance(value, Agreement):
-                derived = {n: plain(getattr(value, n)) for n in ("alike", "tier_share", "tau_b")}
-                return dataclasses.asdict(value) | derived
-            if isinstance(value, dict):
-                return {key: plain(item) for key, item in value.items()}
-            return value
-
         fields = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
         return fields | {"detected": plain(self.detected), "injected": plain(self.injected)}
+
+
+def plain(value: Any) -> Any:
+    """Measures as JSON-ready data: rates and agreements with what derives from them, NaN as null."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, Rate):
+        return {"hits": value.hits, "tried": value.tried, "share": plain(value.share)}
+    if isinstance(value, Agreement):
+        derived = {n: plain(getattr(value, n)) for n in ("alike", "tier_share", "tau_b")}
+        return dataclasses.asdict(value) | derived
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
 
 
 def audit(
