@@ -56,8 +56,8 @@ def warm_start(config: Config) -> None:
 
 
 def evaluate(config: Config, *, stage: str) -> None:
-    """Evaluates a run's policy ("sft" or "rl") again, with the evaluation settings given."""
-    with Run(config) as run:
+    """Evaluates a run's policy ("sft" or "rl") again, with the evaluation settings given, once."""
+    with Run(config, record=False) as run:
         optimizer = make_optimizer(config.train.optimizer, config.train.updates)
         params = _warm_start(run)
         version = 0

@@ -64,18 +64,22 @@ def changed_settings(old: Config, new: Config) -> list[str]:
 class Run:
     """An open run folder. A context manager: `with Run(config) as run`.
 
+    Args:
+      config: its settings.
+      record: whether config.yaml becomes these settings, where some that may differ do.
+
     Raises:
       UserError: another process has the folder, or it belongs to another configuration.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, record: bool = True) -> None:
         self.config, self.dir = config, config.run_dir
         _check(config)
         with writing(self.dir):
             (self.dir / "trajectories").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.dir)
         try:
-            self._claim()
+            self._claim(record)
         except BaseException:
             self._lock.close()
             raise
@@ -86,7 +90,7 @@ class Run:
         self.key = jax.random.key(config.seed)
         self._pool: EnvPool | None = None
 
-    def _claim(self) -> None:
+    def _claim(self, record: bool) -> None:
         """Writes the settings down, or refuses a folder that belongs to others."""
         saved = self.dir / "config.yaml"
         if saved.exists() and (changed := changed_settings(settings.load(saved), self.config)):
@@ -94,7 +98,8 @@ class Run:
                 f"{self.dir} belongs to a run with other settings ({'; '.join(changed)}). "
                 "Use another --run-dir, or remove the folder."
             )
-        write_atomic(saved, settings.dump(self.config))
+        if record or not saved.exists():
+            write_atomic(saved, settings.dump(self.config))
 
     def __enter__(self) -> Run:
         self.console.__enter__()

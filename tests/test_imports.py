@@ -36,7 +36,7 @@ ALLOWED |= {
     "run": _BELOW_LOOP,
     "evaluation": _BELOW_LOOP | {"run"},
     "loop": _BELOW_LOOP | {"run", "evaluation"},
-    "cli": _BELOW_LOOP | {"loop"},
+    "cli": _BELOW_LOOP | {"loop", "cli"},
     "__main__": {"cli"},
     "__init__": set(),
 }
