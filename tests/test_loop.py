@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,25 @@ def test_more_steps_go_on_from_the_end(whole: Path, tmp_path: Path) -> None:
 def test_a_folder_belongs_to_one_configuration(whole: Path) -> None:
     with pytest.raises(UserError, match=r"train\.mode: sum_preserving → none.*--run-dir"):
         loop.train(settings(whole, mode="none"))
+
+
+def test_evaluating_again_leaves_the_settings_and_refuses_unknown_splits(
+    whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    config = settings(tmp_path / "run")
+    before = (config.run_dir / "config.yaml").read_text()
+
+    def evaluated(*splits: str) -> dict[str, Any]:
+        changed = config.model_copy(update={"eval": config.eval.model_copy(update={"splits": splits})})
+        loop.evaluate(changed, stage="rl")
+        return json.loads((config.run_dir / "eval_rl.json").read_text())
+
+    whole_result = json.loads((whole / "eval_rl.json").read_text())
+    assert evaluated("train") == {"train": whole_result["train"]}
+    assert (config.run_dir / "config.yaml").read_text() == before
+    with pytest.raises(UserError, match=r"no split 'trian'; there are train, unseen_mutant"):
+        evaluated("train", "trian")
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
