@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ from gagar_jax.console import Console
 from gagar_jax.data.packing import check_row_length
 from gagar_jax.data.tokenizer import END, Tokenizer
 from gagar_jax.files import write_atomic, writing
+from gagar_jax.grading.cache import CachedGrader, read_verdicts
 from gagar_jax.grading.graders import make_grader
 from gagar_jax.grading.service import Grader
 from gagar_jax.metrics import MetricsWriter
@@ -170,21 +172,31 @@ class Run:
 def run_grader(config: Config, plugin: EnvironmentPlugin, tasks_dir: Path, run_dir: Path) -> Grader:
     """The run's grader, with what its environment lends it: whole repositories, and confined commands.
 
-    Conversations of an agentic grader are appended to grading.jsonl of the run folder.
+    Conversations of an agentic grader are appended to grading.jsonl of the run folder, and its verdicts to
+    verdicts.jsonl, from where a group that is rolled out again after a restart gets its own.
 
     Raises:
       UserError: the grader lacks something it must have.
     """
     if config.grading.grader == "structural":
         return make_grader(config.grading)
-    lock, path = threading.Lock(), run_dir / "grading.jsonl"
-
-    def keep(conversation: dict[str, Any]) -> None:
-        with lock, writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(conversation) + "\n")
-
     run, repository = lent_to_graders(plugin, tasks_dir, config.env.confinement)
-    return make_grader(config.grading, run=run, repository=repository, keep=keep)
+    grader = make_grader(
+        config.grading, run=run, repository=repository, keep=_appending(run_dir / "grading.jsonl")
+    )
+    path = run_dir / "verdicts.jsonl"
+    return CachedGrader(grader, kept=read_verdicts(path), keep=_appending(path))
+
+
+def _appending(path: Path) -> Callable[[dict[str, Any]], None]:
+    """A thread-safe function that appends records to a JSONL file."""
+    lock = threading.Lock()
+
+    def append(record: dict[str, Any]) -> None:
+        with lock, writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    return append
 
 
 def _check(config: Config) -> None:

@@ -171,9 +171,7 @@ def test_a_folder_belongs_to_one_configuration(whole: Path) -> None:
         loop.train(settings(whole, mode="none"))
 
 
-def test_evaluating_again_leaves_the_settings_and_refuses_unknown_splits(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_evaluating_again_leaves_the_settings_and_refuses_unknown_splits(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     config = settings(tmp_path / "run")
     before = (config.run_dir / "config.yaml").read_text()
@@ -299,7 +297,8 @@ def test_an_agentic_grader_grades_a_run(whole: Path, tmp_path: Path) -> None:
         json.loads(line) for line in (tmp_path / "run" / "grading.jsonl").read_text().splitlines()
     ]
     assert {c["ended"] for c in conversations} == {"verdict"}
-    assert len(conversations) >= graded
+    verdicts = (tmp_path / "run" / "verdicts.jsonl").read_text().splitlines()
+    assert len(conversations) == len(verdicts) > 0  # groups that look the same share one
     tiers = [t for line in (tmp_path / "run").glob("trajectories/step_*.jsonl") for t in _tiers(line)]
     assert set(tiers) >= {1, 2}
 

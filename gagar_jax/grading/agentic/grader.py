@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 import random
@@ -86,6 +88,12 @@ class AgenticGrader:
         self._config, self._run, self._repository, self._keep = config, run, repository, keep
         self._order = order or _drawn
         self._endpoint = Endpoint(config)
+
+    @property
+    def version(self) -> str:
+        """Changes with whatever its verdicts depend on: model, endpoint, settings, instructions."""
+        depends = [self.name, self._config.model_dump(mode="json", exclude={"api_key_env"}), _INSTRUCTIONS]
+        return hashlib.sha256(json.dumps(depends).encode()).hexdigest()
 
     @property
     def tokens(self) -> int:
