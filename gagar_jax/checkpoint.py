@@ -43,9 +43,12 @@ class Checkpoints:
     `damaged` counts checkpoints that this object found unreadable and moved to `<dir>/damaged-<step>`.
     """
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        """Opens the folder; it is made by the first save. `keep` is at least 1."""
-        self._dir, self._keep = directory.absolute(), keep
+    def __init__(self, directory: Path, *, keep: int, read_only: bool = False) -> None:
+        """Opens the folder; it is made by the first save. `keep` is at least 1.
+
+        `read_only` is for a folder of another run: nothing there is tidied, saved or moved aside.
+        """
+        self._dir, self._keep, self._read_only = directory.absolute(), keep, read_only
         self.damaged = 0
 
     def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> None:
@@ -103,9 +106,6 @@ class Checkpoints:
             return []
         return sorted(int(path.name) for path in self._dir.iterdir() if path.name.isdecimal())
 
-    def wait(self) -> None:
-        """Returns when everything saved is on disk. Saves are synchronous, so at once."""
-
     def _read(self, step: int, abstract: TrainState) -> Restored:
         with self._manager() as manager:
             about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
@@ -120,6 +120,8 @@ class Checkpoints:
         return Restored(jax.tree.unflatten(jax.tree.structure(abstract), leaves), step, about["extra"])
 
     def _put_aside(self, step: int, error: Exception) -> None:
+        if self._read_only:
+            raise UserError(f"The checkpoint {self._dir / str(step)} cannot be read: {error}") from error
         self.damaged += 1
         aside = self._dir / f"damaged-{step}"
         suffix = 1
@@ -140,8 +142,8 @@ class Checkpoints:
     def _manager(self) -> Iterator[ocp.CheckpointManager]:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            create=True,
-            cleanup_tmp_directories=True,
+            create=not self._read_only,
+            cleanup_tmp_directories=not self._read_only,
             enable_async_checkpointing=False,
         )
         with ocp.CheckpointManager(self._dir, options=options) as manager:
@@ -174,7 +176,7 @@ def _check_settings(path: Path, saved: dict[str, Any], targets: dict[str, Any]) 
 
 @contextlib.contextmanager
 def _disk_full_in_words(path: Path) -> Iterator[None]:
-    """`metrics.writing`, also for TensorStore, which reports a full disk as a ValueError."""
+    """`files.writing`, also for TensorStore, which reports a full disk as a ValueError."""
     with writing(path):
         try:
             yield

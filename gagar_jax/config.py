@@ -173,7 +173,11 @@ class AgenticConfig(Section):
     max_group_tokens: int = pydantic.Field(400_000, ge=1)
     """Of one conversation, prompts included."""
     max_run_tokens: int = pydantic.Field(0, ge=0)
-    """Of the whole run; nothing more is asked beyond it. 0 is no cap."""
+    """Of the whole run, restarts included; once it is reached nothing more is asked. 0 is no cap.
+
+    Not counted: requests that failed, or were given up, without the server's saying what they used. After a
+    restart, also answers that could not be used or came too late, and conversations that a crash kept from
+    being written to grading.jsonl. Requests under way when it is reached go on."""
     request_timeout_s: float = pydantic.Field(120.0, gt=0)
     """Of one answer, from the question to its last byte."""
     max_retries: int = pydantic.Field(4, ge=0)
@@ -194,11 +198,11 @@ class GradingConfig(Section):
     concurrency: int = pydantic.Field(2, ge=1)
     deadline_s: float = pydantic.Field(10.0, ge=0)
     """How long the train step waits for a batch's verdicts; what is not there by then is ungraded."""
-    tier1_best: float = 1.0
-    tier1_rest: float = 0.9
-    tier2_best: float = 0.85
-    tier2_worst: float = 0.4
-    tier3: float = 0.2
+    tier1_best: float = pydantic.Field(1.0, gt=0, le=1)
+    tier1_rest: float = pydantic.Field(0.9, gt=0, le=1)
+    tier2_best: float = pydantic.Field(0.85, gt=0, le=1)
+    tier2_worst: float = pydantic.Field(0.4, gt=0, le=1)
+    tier3: float = pydantic.Field(0.2, gt=0, le=1)
     breaker_window: int = pydantic.Field(20, ge=1)
     breaker_threshold: float = pydantic.Field(0.5, gt=0, le=1)
     breaker_cooldown_s: float = pydantic.Field(60.0, ge=0)

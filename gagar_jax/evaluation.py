@@ -15,6 +15,7 @@ from gagar_jax.grading.patch import count_lines
 from gagar_jax.grading.structural import grade_quality
 from gagar_jax.rollout.collector import Journal
 from gagar_jax.run import Run
+from gagar_jax.train.state import fingerprint
 from gagar_jax.types import Grade, Group, UserError
 
 EVALUATION = 1  # folded into the sampling key; training is 0
@@ -26,13 +27,14 @@ SPLIT_STRIDE = (
 def evaluate_policy(run: Run, params: Any, stage: str, *, version: int) -> dict[str, dict[str, float]]:
     """Evaluates a policy on every split of `eval.splits` and writes eval_<stage>.json.
 
-    Attempts are journalled under trajectories/, so an interrupted evaluation goes on where it was.
+    Attempts are journalled under trajectories/: an interrupted evaluation goes on where it was, and one that
+    was finished with these parameters is only measured again.
 
     Args:
       run: the open run.
       params: the policy's parameters.
       stage: "sft" or "rl"; names the files. Both stages draw the same tasks and the same noise.
-      version: optimizer updates behind `params`.
+      version: train steps behind `params`.
 
     Returns:
       Of each split, the measures of `measure`. A split without tasks is left out, and logged.
@@ -48,12 +50,12 @@ def evaluate_policy(run: Run, params: Any, stage: str, *, version: int) -> dict[
     total = sum(len(tasks) for tasks in chosen.values()) * config.samples
     if not total:
         raise UserError(f"eval.splits: no task in {', '.join(config.splits)}")
-    results, before = {}, 0
+    results, before, weights = {}, 0, fingerprint(params)
     for place, (name, tasks) in enumerate(chosen.items()):
         if not tasks:
             run.console.log(f"evaluation: no task in the split {name!r}")
             continue
-        journal = Journal(run.dir / "trajectories" / f"eval_{stage}_{name}.jsonl")
+        journal = Journal(run.dir / "trajectories" / f"eval_{stage}_{name}.jsonl", weights)
         collected = run.collector.collect(
             params, tasks, first_group=place * SPLIT_STRIDE, members=config.samples, version=version,
             stage=EVALUATION, journal=journal, progress=_progress(run, name, before, total),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from gagar_jax.checkpoint import Checkpoints
 from gagar_jax.config import Config
 from gagar_jax.data.demonstrations import Example, SupervisedBatches
-from gagar_jax.data.packing import pack
+from gagar_jax.data.packing import TrainBatch, pack
 from gagar_jax.data.tasks import task_iterator
 from gagar_jax.evaluation import evaluate_policy
 from gagar_jax.files import write_atomic
@@ -28,9 +28,9 @@ from gagar_jax.grading.service import GradingService
 from gagar_jax.report.summary import evaluation_tables, write_summary
 from gagar_jax.rollout.collector import Collected, Journal
 from gagar_jax.rollout.episode import demonstration_tokens
-from gagar_jax.rollout.exchange import INVALID_CAUSES
+from gagar_jax.rollout.exchange import INVALID_CAUSES, wait_for
 from gagar_jax.run import Run, run_grader
-from gagar_jax.train.state import TrainState, abstract_state, init_state, make_optimizer, restart
+from gagar_jax.train.state import TrainState, abstract_state, fingerprint, init_state, make_optimizer, restart
 from gagar_jax.train.step import Credit, make_sft_step, make_train_step, programs_compiled
 from gagar_jax.types import Demonstration, Group, UserError, to_json
 
@@ -42,10 +42,10 @@ def train(config: Config) -> None:
     with Run(config) as run:
         params = _warm_start(run)
         with run.console.phase("evaluate warm start"):
-            _evaluate_once(run, params, "sft", version=0)
+            evaluate_policy(run, params, "sft", version=0)
         state = _reinforce(run, params)
         with run.console.phase("evaluate"):
-            _evaluate_once(run, state.params, "rl", version=int(state.step))
+            evaluate_policy(run, state.params, "rl", version=int(state.step))
         _summarise(run)
 
 
@@ -66,8 +66,6 @@ def evaluate(config: Config, *, stage: str) -> None:
             if found is None:
                 raise UserError(f"{run.dir} has no RL checkpoint yet; evaluate --stage sft, or train on")
             params, version = found.state.params, int(found.state.step)
-        for old in (run.dir / "trajectories").glob(f"eval_{stage}_*.jsonl"):
-            old.unlink()
         with run.console.phase("evaluate"):
             evaluate_policy(run, params, stage, version=version)
         _summarise(run)
@@ -81,10 +79,11 @@ def _warm_start(run: Run) -> Any:
     config = run.config
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
     abstract = abstract_state(config.model, optimizer, run.mesh)
-    saved = Checkpoints((config.sft.warm_start_from or run.dir) / "warm_start", keep=1)
+    elsewhere = config.sft.warm_start_from
+    saved = Checkpoints((elsewhere or run.dir) / "warm_start", keep=1, read_only=elsewhere is not None)
     found = saved.restore(abstract)
-    if config.sft.warm_start_from is not None and (found is None or found.step < config.sft.steps):
-        raise UserError(f"sft.warm_start_from: {config.sft.warm_start_from} has no finished warm start")
+    if elsewhere is not None and (found is None or found.step < config.sft.steps):
+        raise UserError(f"sft.warm_start_from: {elsewhere} has no finished warm start")
     if found is not None and found.step >= config.sft.steps:
         _ = run.tokenizer
         return found.state.params
@@ -117,7 +116,6 @@ def _warm_start(run: Run) -> Any:
                 tokens, since = 0, time.monotonic()
             if (step + 1) % max(config.sft.steps // 5, 1) == 0 or step + 1 == config.sft.steps:
                 saved.save(step + 1, state, {})
-        saved.wait()
     return state.params
 
 
@@ -157,7 +155,7 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
         tasks.set_state(found.extra["tasks"])
     first = int(state.step)
     run.metrics.rewind("rl", first)
-    drawn_before = tasks.get_state()
+    drawn_before, step = tasks.get_state(), first
     with run.console.phase("reinforce", total=config.train.steps, first=first):
         try:
             for step in range(first, config.train.steps):
@@ -173,8 +171,7 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
                     row_length=config.train.row_length,
                     row_bucket=config.train.row_bucket,
                 )
-                state, values, credit = step_fn(state, batch)
-                values, credit = jax.device_get((values, credit))
+                state, values, credit = _step(service, step_fn, state, batch)
                 train_s = time.monotonic() - started
                 numbers = {name: float(value) for name, value in values.items()}
                 numbers |= _rollout_metrics(collected, rollout_s)
@@ -190,15 +187,31 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
                     checkpoints.save(step + 1, state, {"tasks": tasks.get_state()})
                     _drop_journals(run, step)
         except KeyboardInterrupt:
-            # The rollout was cut: the weights stand at the last step's end, and what finished since is
-            # in the journal of the step under way.
-            if not state.step.is_deleted() and int(state.step) > first:
+            # Where the rollout was cut, the weights stand at the last step's end, and what finished since is
+            # in the journal of the step under way. Where more was cut, the step is done again from the last
+            # checkpoint and the journals, with its record.
+            if not state.step.is_deleted() and first < int(state.step) == step:
                 checkpoints.save(int(state.step), state, {"tasks": drawn_before})
             raise
         finally:
-            checkpoints.wait()
             service.close()
     return state
+
+
+def _step(
+    service: GradingService, step_fn: Callable[..., Any], state: TrainState, batch: TrainBatch
+) -> tuple[TrainState, dict[str, Any], Credit]:
+    """The train step, in a thread of its own: Ctrl-C reaches this one, and ends the wait for grades.
+
+    Raises:
+      KeyboardInterrupt: after the step has ended. It may have been applied, with grades missing.
+    """
+
+    def run() -> tuple[TrainState, dict[str, Any], Credit]:
+        new_state, values, credit = step_fn(state, batch)
+        return new_state, *jax.device_get((values, credit))
+
+    return wait_for(run, on_interrupt=service.hurry)
 
 
 def _collect(
@@ -211,7 +224,8 @@ def _collect(
 
     return run.collector.collect(
         state.params, tasks, first_group=step * groups, members=members, version=step, stage=REINFORCE,
-        journal=Journal(_journal_path(run, step)), on_group=service.submit, progress=progress,
+        journal=Journal(_journal_path(run, step), fingerprint(state.params)), on_group=service.submit,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -253,20 +267,26 @@ def _rollout_metrics(collected: Collected, rollout_s: float) -> dict[str, float]
 def _write_trajectories(
     run: Run, step: int, groups: list[Group], service: GradingService, credit: Credit
 ) -> None:
-    """trajectories/step_NNNNN.jsonl: every attempt with its facts, verdict, coefficient and advantage."""
+    """trajectories/step_NNNNN.jsonl: every attempt with its facts, verdict, coefficient and advantage.
+
+    The first line of a group also has its task, its base texts and, under `grading`, what became of it.
+    """
     lines, n = [], 0
     for group in groups:
         record = service.record(group.group) or {}
+        members = record.pop("members", {})
         for trajectory in group.trajectories:
-            member = record.get("members", {}).get(str(trajectory.ticket.member), {})
+            member = members.get(str(trajectory.ticket.member), {})
+            external = bool(credit.external_N[n])  # as the step took it: copied, so failed
             extra = {
-                "reward": float(trajectory.passed),
+                "reward": float(trajectory.passed and not external),
+                "external": external,
                 "advantage": float(credit.advantage_N[n]),
                 "graded": record.get("graded", False),
                 "ungraded_cause": record.get("cause"),
             }
-            if trajectory is group.trajectories[0]:  # what `gagar grade` needs besides, once a group
-                extra |= {"task": group.task, "base_files": group.base_files}
+            if trajectory is group.trajectories[0]:  # once a group; `gagar grade` needs the first two
+                extra |= {"task": group.task, "base_files": group.base_files, "grading": record}
             lines.append(json.dumps(to_json(trajectory) | member | extra) + "\n")
             n += 1
     write_atomic(run.dir / "trajectories" / f"step_{step:05d}.jsonl", "".join(lines))
@@ -288,12 +308,6 @@ def _checkpoints(run: Run) -> Checkpoints:
 
 
 # ---- evaluation and summary
-
-
-def _evaluate_once(run: Run, params: Any, stage: str, *, version: int) -> None:
-    """Skipped where its file exists: an interrupted run does not evaluate twice."""
-    if not (run.dir / f"eval_{stage}.json").exists():
-        evaluate_policy(run, params, stage, version=version)
 
 
 def _summarise(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes down as it goes: metrics.jsonl, TensorBoard events, and small files that are never half.
+"""What a run writes down as it goes: metrics.jsonl and TensorBoard events.
 
 One JSON object a line, flat: `step`, `phase`, `time` (seconds since the epoch), then the values. The
 names are in docs/running.md. Checkpoints and trajectories are written elsewhere; the screen is console.py.
@@ -90,7 +90,7 @@ class MetricsWriter:
         """Records one step.
 
         Args:
-          step: optimizer updates behind these values, from 0.
+          step: train steps behind these values, from 0.
           phase: a word for the stage, e.g. "sft", "rl".
           values: numbers by name (Python, NumPy or device scalars). NaN and ±infinity become null.
 

@@ -6,6 +6,7 @@ run computes are refused, and named.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import json
@@ -28,6 +29,7 @@ from gagar_jax.console import Console
 from gagar_jax.data.packing import check_row_length
 from gagar_jax.data.tokenizer import END, Tokenizer
 from gagar_jax.files import write_atomic, writing
+from gagar_jax.grading.agentic.grader import tokens_spent
 from gagar_jax.grading.cache import CachedGrader, read_verdicts
 from gagar_jax.grading.graders import make_grader
 from gagar_jax.grading.service import Grader
@@ -77,6 +79,8 @@ class Run:
     def __init__(self, config: Config, *, record: bool = True) -> None:
         self.config, self.dir = config, config.run_dir
         _check(config)
+        self.mesh = sharding.make_mesh(data=config.mesh.data, model=config.mesh.model)
+        _check_mesh(config, self.mesh.shape["data"])
         with writing(self.dir):
             (self.dir / "trajectories").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.dir)
@@ -88,7 +92,6 @@ class Run:
         self.console = Console(config.name, phases=PHASES, run_dir=self.dir)
         self.metrics = MetricsWriter(self.dir)
         self.plugin = environment_plugin(config.env.id)
-        self.mesh = sharding.make_mesh(data=config.mesh.data, model=config.mesh.model)
         self.key = jax.random.key(config.seed)
         self._pool: EnvPool | None = None
 
@@ -149,7 +152,8 @@ class Run:
                 shutil.copyfile(source / "tokenizer.json", path)
         if not path.exists():
             texts = self.plugin.corpus(self.tasks_dir)
-            Tokenizer.train(texts, self.config.model.vocab_size).save(path)
+            with writing(path):
+                Tokenizer.train(texts, self.config.model.vocab_size).save(path)
         return Tokenizer.load(path)
 
     @functools.cached_property
@@ -173,7 +177,8 @@ def run_grader(config: Config, plugin: EnvironmentPlugin, tasks_dir: Path, run_d
     """The run's grader, with what its environment lends it: whole repositories, and confined commands.
 
     Conversations of an agentic grader are appended to grading.jsonl of the run folder, and its verdicts to
-    verdicts.jsonl, from where a group that is rolled out again after a restart gets its own.
+    verdicts.jsonl, from where a group that is rolled out again after a restart gets its own. The tokens of
+    the conversations count towards the run's cap after a restart too.
 
     Raises:
       UserError: the grader lacks something it must have.
@@ -181,20 +186,36 @@ def run_grader(config: Config, plugin: EnvironmentPlugin, tasks_dir: Path, run_d
     if config.grading.grader == "structural":
         return make_grader(config.grading)
     run, repository = lent_to_graders(plugin, tasks_dir, config.env.confinement)
-    grader = make_grader(
-        config.grading, run=run, repository=repository, keep=_appending(run_dir / "grading.jsonl")
-    )
-    path = run_dir / "verdicts.jsonl"
-    return CachedGrader(grader, kept=read_verdicts(path), keep=_appending(path))
+    conversations, verdicts = run_dir / "grading.jsonl", run_dir / "verdicts.jsonl"
+    keep, keep_verdict = _appending(conversations), _appending(verdicts)
+    spent = tokens_spent(conversations)
+    grader = make_grader(config.grading, run=run, repository=repository, keep=keep, spent=spent)
+    return CachedGrader(grader, kept=read_verdicts(verdicts), keep=keep_verdict)
 
 
 def _appending(path: Path) -> Callable[[dict[str, Any]], None]:
-    """A thread-safe function that appends records to a JSONL file."""
+    """A thread-safe function that appends records to a JSONL file, whole or not at all.
+
+    What a crash left of a last line is cut off first: the next record would be glued to it.
+    """
     lock = threading.Lock()
+    if path.exists():
+        with writing(path), path.open("rb+") as file:
+            whole = sum(len(line) for line in file if line.endswith(b"\n"))
+            if torn := file.seek(0, os.SEEK_END) - whole:
+                log.warning("%s: dropped an unfinished last line (%d bytes)", path, torn)
+                file.truncate(whole)
 
     def append(record: dict[str, Any]) -> None:
-        with lock, writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        line = (json.dumps(record) + "\n").encode()
+        with lock, writing(path), path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)
+                raise
 
     return append
 
@@ -209,6 +230,27 @@ def _check(config: Config) -> None:
         )
     except ValueError as error:
         raise UserError(str(error)) from None
+
+    bucket, microbatch = config.train.row_bucket, config.train.microbatch_rows
+    # A batch has the bucket times a power of two of rows.
+    if (microbatch % bucket and bucket % microbatch) or (microbatch // bucket).bit_count() > 1:
+        raise UserError(
+            f"train.microbatch_rows {microbatch} must divide train.row_bucket {bucket}, or be it times a "
+            "power of two: batches have row_bucket rows times a power of two"
+        )
+    if config.grading.grader == "agentic":
+        grader = make_grader(config.grading)  # says what it lacks before anything is spent
+        if close := getattr(grader, "close", None):
+            close()
+
+
+def _check_mesh(config: Config, shards: int) -> None:
+    rows = min(config.train.row_bucket, config.train.microbatch_rows)
+    if rows % shards:
+        raise UserError(
+            f"mesh.data is {shards} devices, over which {rows} rows do not divide; train.row_bucket and "
+            "train.microbatch_rows must be multiples of it"
+        )
 
 
 def _require(path: Path, key: str) -> None:

@@ -120,7 +120,7 @@ class Trajectory:
     """
 
     ticket: Ticket
-    version: int  # optimizer updates behind the weights that sampled it
+    version: int  # train steps behind the weights that sampled it
     tokens: list[int]
     loss_mask: list[int]
     logprobs: list[float]
@@ -191,13 +191,13 @@ class GroupVerdict:
     """A grader's answer for one group: one entry per passed member and for no other.
 
     `external` maps a member (passed or not) to the evidence that its answer was copied from outside.
-    `commands` is the record of what the grader ran: member → command → output.
+    `commands` is the record of what the grader ran: member → command → what it printed, each time it ran.
     """
 
     grader: str
     candidates: tuple[CandidateVerdict, ...]
     external: dict[int, tuple[Evidence, ...]] = dataclasses.field(default_factory=dict)
-    commands: dict[int, dict[str, str]] = dataclasses.field(default_factory=dict)
+    commands: dict[int, dict[str, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
 
 class CommandRunner(Protocol):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gagar_jax import cli
-from gagar_jax.bench import BENCHES
 from gagar_jax.types import UserError
 
 Gagar = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -50,12 +50,25 @@ def test_help_is_quick_and_imports_no_jax(user_environment: dict[str, str]) -> N
     assert time.monotonic() - began < 5  # about 0.1 s on a quiet machine
 
 
-@pytest.mark.parametrize(
-    "command",
-    [["train"], ["sft"], ["eval"], ["tasks"], ["tasks", "build"], ["tasks", "show"], ["doctor"]]
-    + [["duel"], ["export-verdicts"]]
-    + [["bench"]] * bool(BENCHES),
-)
+def commands(parser: argparse.ArgumentParser, above: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, below in action.choices.items():
+                yield [*above, name]
+                yield from commands(below, (*above, name))
+
+
+COMMANDS = list(commands(cli._parser()))
+
+
+def test_every_command_is_in_the_documents(repository: Path) -> None:
+    text = (repository / "docs" / "running.md").read_text()
+    leaves = [c for c in COMMANDS if c != ["tasks"]]
+    assert len(leaves) >= 11
+    assert [c for c in leaves if f"| `gagar {' '.join(c)}" not in text] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])

@@ -128,3 +128,9 @@ def test_sections_cannot_be_changed_in_place() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 1  # type: ignore[misc]
     assert issubclass(Config, Section)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.1])
+def test_tier_values_are_coefficients(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"grading\.tier3"):
+        parse({"grading": {"tier3": value}})

@@ -157,11 +157,75 @@ def test_stop_and_resume_equals_going_through(
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_interrupt_while_a_step_is_recorded_repeats_nothing(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have moved on, the record has not: the step is done again, from checkpoint and journal."""
+    folder = tmp_path / "recording"
+    write = loop._write_trajectories
+
+    def interrupted(run: Any, step: int, *rest: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+        write(run, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_write_trajectories", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(settings(folder))
+    loop.train(settings(folder))
+    assert "12 of 12 trajectories were already there" in (folder / "log.txt").read_text()
+    assert sampled(folder) == sampled(whole)
+    assert same_numbers(folder) == same_numbers(whole)
+    for a, b in zip(params_of(settings(whole)), params_of(settings(folder)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_interrupt_ends_a_wait_for_grades(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, release = threading.Event(), threading.Event()
+
+    class Hangs:
+        def grade(self, group: Any) -> Any:
+            asked.set()
+            release.wait(60)
+            raise RuntimeError("let go")
+
+    def interrupt() -> None:
+        asked.wait(60)
+        while not list((tmp_path / "run").glob("trajectories/step_00000.journal.jsonl")):
+            time.sleep(0.01)
+        time.sleep(1.0)  # the rollout has ended: its last group is one of those that hang
+        os.kill(os.getpid(), signal.SIGINT)
+
+    config = settings(tmp_path / "run")
+    config = config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"warm_start_from": whole}),
+            "grading": config.grading.model_copy(update={"deadline_s": 60.0}),
+        }
+    )
+    monkeypatch.setattr(loop, "run_grader", lambda *_: Hangs())
+    threading.Thread(target=interrupt, daemon=True).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config)
+    assert time.monotonic() - started < 45
+    release.set()
+    assert asked.is_set()
+    assert len(read_metrics(config.run_dir, "rl")) < 4  # the step under way is not recorded
+    monkeypatch.undo()
+
+
 def test_more_steps_go_on_from_the_end(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "two-then-four"
     loop.train(settings(folder, steps=2))
     loop.train(settings(folder, steps=4))
     assert sampled(folder) == sampled(whole)
+    assert (folder / "eval_rl.json").read_text() == (whole / "eval_rl.json").read_text()
+    attempts = [p.read_text().splitlines() for p in folder.glob("trajectories/eval_rl_*.jsonl")]
+    assert {json.loads(line)["version"] for lines in attempts for line in lines} == {4}
     for a, b in zip(params_of(settings(whole)), params_of(settings(folder)), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -184,8 +248,10 @@ def test_evaluating_again_leaves_the_settings_and_refuses_unknown_splits(whole: 
     whole_result = json.loads((whole / "eval_rl.json").read_text())
     assert evaluated("train") == {"train": whole_result["train"]}
     assert (config.run_dir / "config.yaml").read_text() == before
+    attempts = {p: p.read_bytes() for p in config.run_dir.glob("trajectories/eval_rl_*.jsonl")}
     with pytest.raises(UserError, match=r"no split 'trian'; there are train, unseen_mutant"):
         evaluated("train", "trian")
+    assert {p: p.read_bytes() for p in config.run_dir.glob("trajectories/eval_rl_*.jsonl")} == attempts
 
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:

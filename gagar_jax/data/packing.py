@@ -42,7 +42,7 @@ class TrainBatch(NamedTuple):
     loss_mask_BT: Array  # int32
     trajectory_id_BT: Array  # int32 in [0, N); N for padding and for shared prompts
     sampler_logprob_BT: Array  # float32, 0 where nothing was generated
-    version_BT: Array  # int32: updates behind the weights that sampled the token; −1 for padding
+    version_BT: Array  # int32: train steps behind the weights that sampled the token; −1 for padding
     group_id_N: Array  # int32 in [0, G); G for padding
     reward_N: Array  # float32
     passed_N: Array  # bool

@@ -13,7 +13,9 @@ from typing import Any
 
 import pydantic
 
+from gagar_jax.grading.keeping import Keeper
 from gagar_jax.grading.service import Grader
+from gagar_jax.grading.verdict import VoidVerdict, validate
 from gagar_jax.types import Group, GroupVerdict, Trajectory, to_json
 
 _log = logging.getLogger(__name__)
@@ -24,14 +26,15 @@ class CachedGrader:
     """A grader whose verdicts are kept, and given again for a group that looks the same.
 
     The same: task, version of the grader and, of all members in any order, outcome, patch and transcript.
-    Patches alone are not enough, since scores and flags also tell of the way there. What a grader raises is
-    not kept.
+    Patches alone are not enough, since scores and flags also tell of the way there. Only verdicts that
+    `validate` lets pass are kept, and given again.
 
     Args:
       grader: asked where no verdict is kept. Its `version`, or else its `name`, tells of what makes its
         verdicts: model, settings, instructions.
       kept: verdicts of before, as `read_verdicts` gives them.
-      keep: called with each new record, JSON-ready, from several threads.
+      keep: called with each new record, JSON-ready, from several threads; if it raises, the record is lost
+        and counted (`unkept`), not the verdict.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class CachedGrader:
         kept: Mapping[str, GroupVerdict],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._grader, self._keep = grader, keep
+        self._grader, self._keep = grader, Keeper(keep)
         self._lock = threading.Lock()
         self._kept = dict(kept)
         self.name = getattr(grader, "name", type(grader).__name__)
@@ -50,19 +53,41 @@ class CachedGrader:
         self.reused = 0
 
     def grade(self, group: Group) -> GroupVerdict:
-        """The kept verdict on an equal group, in this group's numbers, or a new one. Thread-safe."""
+        """The kept verdict on an equal group, in this group's numbers, or a new one. Thread-safe.
+
+        Raises:
+          VoidVerdict: the new one is void.
+        """
         key, members = self._question(group)
-        with self._lock:
-            kept = self._kept.get(key)
-            self.reused += kept is not None
-        if kept is not None:
-            _log.info("grading: group %d looks like one that was judged: its verdict holds", group.group)
-            return _renumbered(kept, dict(enumerate(members)))
+        if (known := self._known(key, members, group)) is not None:
+            return known
         verdict = self._grader.grade(group)
+        validate(verdict, group)
         kept = _renumbered(verdict, {member: place for place, member in enumerate(members)})
         with self._lock:
             self._kept[key] = kept
         self._keep({"key": key, "verdict": to_json(kept)})
+        return verdict
+
+    @property
+    def unkept(self) -> int:
+        """Records that could not be kept, the grader's own included."""
+        return self._keep.failures + int(getattr(self._grader, "unkept", 0))
+
+    def _known(self, key: str, members: list[int], group: Group) -> GroupVerdict | None:
+        with self._lock:
+            kept = self._kept.get(key)
+        if kept is None:
+            return None
+        verdict = _renumbered(kept, dict(enumerate(members)))
+        try:
+            validate(verdict, group)
+        except VoidVerdict as void:  # by the checks of now; kept for ever, it would be given for ever
+            _log.warning("grading: the kept verdict on group %d is void: %s", group.group, void.reason)
+            return None
+        with self._lock:
+            self.reused += 1
+        _log.info("grading: group %d looks like one that was judged: its verdict holds", group.group)
         return verdict
 
     def close(self) -> None:

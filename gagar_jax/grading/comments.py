@@ -8,8 +8,8 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator
 
+from gagar_jax.grading.parsing import parsed
 from gagar_jax.grading.patch import Line
-from gagar_jax.types import parse_python
 
 _BLOCK = re.compile(r"(if|for|while|with|try|else|elif|except|finally|def|class)\b.*:$")
 
@@ -42,11 +42,10 @@ def _comment(line: str) -> str:
 def _is_code(text: str, removed: set[str], base: str) -> bool:
     if not text or text in removed:
         return bool(text)
-    try:
-        body = parse_python(text + " pass" if _BLOCK.match(text) else text).body
-    except (SyntaxError, ValueError):
+    tree = parsed(text + " pass" if _BLOCK.match(text) else text)
+    if isinstance(tree, SyntaxError):
         return False
-    match body:
+    match tree.body:
         case [ast.Return(value=ast.Name(id=name))] | [ast.Raise(exc=ast.Name(id=name))]:
             return re.search(rf"\b{re.escape(name)}\b", base) is not None  # "return early" is prose
         case [ast.Expr(value=ast.Call() | ast.Await() | ast.Yield())]:

@@ -19,6 +19,7 @@ def make_grader(
     repository: Repository | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
     order: Order | None = None,
+    spent: int = 0,
 ) -> Grader:
     """The grader that `grading.grader` names. Arguments are for `AgenticGrader`; see there.
 
@@ -26,5 +27,7 @@ def make_grader(
       UserError: what it needs is not installed or not set.
     """
     if config.grader == "agentic":
-        return AgenticGrader(config.agentic, run=run, repository=repository, keep=keep, order=order)
+        return AgenticGrader(
+            config.agentic, run=run, repository=repository, keep=keep, order=order, spent=spent
+        )
     return StructuralGrader()

@@ -67,9 +67,11 @@ def record(job: Job) -> dict[str, Any]:
     """All that is known of a group, JSON-ready.
 
     Returns:
-      {"group", "instance_id", "graded", "cause", "detail", "grader", "grade_s", "external", "members"};
-      "members" maps the member (as text) to {"facts", "verdict", "tier", "rank", "quality"}, facts null
-      where they cannot be computed.
+      {"group", "instance_id", "graded", "cause", "detail", "grader", "grade_s", "external", "members"}.
+      "detail" says more of an error, a void verdict or a late one. "external" maps the member (as text) to
+      the evidence that its answer was copied from outside. A late verdict is here if it came by now, though
+      nothing is made of it. "members" maps the member to {"facts", "facts_error", "verdict", "tier", "rank",
+      "quality"}; facts are null where they cannot be computed, and `facts_error` says why.
     """
     verdict = job.verdict
     judged = {c.member: c for c in verdict.candidates} if verdict else {}
@@ -78,7 +80,7 @@ def record(job: Job) -> dict[str, Any]:
         member = trajectory.ticket.member
         grade = job.grades.get(member) if job.graded else None
         members[str(member)] = {
-            "facts": _facts(trajectory, job.group),
+            **_facts(trajectory, job.group),
             "verdict": to_json(judged.get(member)),
             "tier": grade.tier if grade else None,
             "rank": grade.rank if grade else None,
@@ -97,13 +99,16 @@ def record(job: Job) -> dict[str, Any]:
     }
 
 
-def _facts(trajectory: Trajectory, group: Group) -> dict[str, Any] | None:
+def _facts(trajectory: Trajectory, group: Group) -> dict[str, Any]:
     try:
         facts = trajectory_facts(trajectory, group.base_files)
-    except ValueError as error:  # a failed or invalid member may hold anything
-        _log.warning("grading: no facts: %s", error)
-        return None
-    return to_json(facts) | {"patch_lines": facts.patch_lines}
+    except Exception as error:
+        # A member may have written anything. Whatever its facts fail for, it would meet every resume again.
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        where = f"group {group.group} member {trajectory.ticket.member}"
+        _log.warning("grading: no facts of %s: %s", where, reason, exc_info=not isinstance(error, ValueError))
+        return {"facts": None, "facts_error": reason}
+    return {"facts": to_json(facts) | {"patch_lines": facts.patch_lines}, "facts_error": None}
 
 
 def metrics(jobs: Sequence[Job]) -> dict[str, float]:

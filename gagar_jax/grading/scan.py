@@ -158,8 +158,8 @@ def _particular(value: object) -> Iterator[str]:
     match value:
         case bool() | None:
             return
-        case int() | float() | complex() if abs(value) > 2:
-            yield str(value)
+        case int() | float() | complex():
+            yield from _number(value)
         case str() if len(value) > 1:
             yield value
         case bytes() if len(value) > 1:
@@ -169,9 +169,18 @@ def _particular(value: object) -> Iterator[str]:
                 yield from _particular(item)
 
 
+def _number(value: complex) -> Iterator[str]:
+    try:
+        text = str(value) if abs(value) > 2 else ""
+    except (ValueError, OverflowError):
+        return  # too large to be written out: no test's output shows it
+    if text:
+        yield text
+
+
 def _is_literal(node: ast.expr) -> bool:
     try:
         ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError):
+    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError):
         return False
     return True

@@ -75,7 +75,7 @@ class GradingService:
         self._counts: collections.Counter[str] = collections.Counter()
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._workers = 0
+        self._workers, self._hurried = 0, False
         for _ in range(config.concurrency):
             self._start_worker()
 
@@ -224,6 +224,12 @@ class GradingService:
             return quality_N, external_N, graded_G
         return quality, external, graded.reshape(graded_G.shape)
 
+    def hurry(self) -> None:
+        """Ends a wait for verdicts under way, and every later one: what is not there is late."""
+        with self._changed:
+            self._deadline_s, self._hurried = 0.0, True
+            self._changed.notify_all()
+
     def _collect(self, groups: set[int]) -> dict[int, Job]:
         """The jobs among `groups` whose verdicts count, after waiting for those under way."""
         start = time.monotonic()
@@ -233,7 +239,9 @@ class GradingService:
                 self._counts["unsubmitted"] += 1
             jobs = {g: self._jobs[g] for g in sorted(groups & self._jobs.keys())}
             fresh = [j for j in jobs.values() if not j.redeemed]
-            self._changed.wait_for(lambda: all(j.settled for j in fresh), timeout=self._deadline_s)
+            self._changed.wait_for(
+                lambda: self._hurried or all(j.settled for j in fresh), timeout=self._deadline_s
+            )
             waited = time.monotonic() - start
             for job in fresh:
                 job.wait_s = waited
@@ -252,10 +260,14 @@ class GradingService:
         return ledger.record(snapshot) if snapshot else None
 
     def counts(self) -> dict[str, int]:
-        """Since the start: graded, each cause of `Ungraded`, late_arrivals, dropped_claims, and faults."""
+        """Since the start: graded, each cause of `Ungraded`, late_arrivals, dropped_claims, and faults.
+
+        `unkept` are records that the grader could not write down.
+        """
         names = ("graded", *Ungraded, "late_arrivals", "dropped_claims", "unsubmitted", "redeem_failures")
         with self._changed:
-            return {str(name): self._counts[str(name)] for name in names}
+            counts = {str(name): self._counts[str(name)] for name in names}
+        return counts | {"unkept": int(getattr(self._grader, "unkept", 0))}
 
     def metrics(self, group_tickets: Sequence[int]) -> dict[str, float]:
         """`ledger.metrics` of one step's groups; ids that are not held (padding, say) are left out."""

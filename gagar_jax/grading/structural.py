@@ -248,7 +248,7 @@ def grade_quality(
             continue
         try:
             verdict = StructuralGrader().grade(Group(t.ticket.group, dict(task), [t], dict(base_files)))
-        except ValueError:
+        except Exception:  # as in `ledger`: an evaluation must not end with it
             _log.exception("a passed trajectory of %s has no tier", t.ticket.instance_id)
             continue
         (judged,) = verdict.candidates

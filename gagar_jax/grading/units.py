@@ -15,8 +15,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from gagar_jax.grading.parsing import parsed
 from gagar_jax.grading.scan import FunctionNode, Hit, nodes_of, scan
-from gagar_jax.types import parse_python
 
 _HEADER = re.compile(r"(async\s+def|def|class)\s+(\w+)")
 _CLOSERS = (")", "]", "}")
@@ -52,14 +52,8 @@ class Unit:
     after: Side | None
 
 
-@functools.lru_cache(maxsize=256)
-def parse(text: str) -> ast.Module | SyntaxError:
-    try:
-        return parse_python(text)
-    except SyntaxError as error:
-        return error
-    except (ValueError, RecursionError) as error:  # null bytes; nesting beyond what the parser takes
-        return SyntaxError(str(error))
+parse = functools.lru_cache(maxsize=256)(parsed)
+"""Shared between callers: the tree is not to be changed."""
 
 
 # ---- finding the functions around changed lines ------------------------------------------------------------
@@ -101,10 +95,10 @@ def _import_at(text: str, number: int) -> ast.stmt | None:
     line = split_lines(text)[number - 1]
     if not line.startswith(("import ", "from ")) or not _is_top_level(text, number):
         return None
-    try:
-        return ast.increment_lineno(parse_python(line), number - 1).body[0]
-    except SyntaxError:
-        return None  # it goes on in the next line
+    tree = parsed(line)
+    if isinstance(tree, SyntaxError) or len(tree.body) != 1:
+        return None  # it goes on in the next line, or something else follows it
+    return ast.increment_lineno(tree, number - 1).body[0]
 
 
 def _is_top_level(text: str, number: int) -> bool:
@@ -217,7 +211,7 @@ def module_units(
 ) -> list[Unit]:
     sides = [defaultdict(list), defaultdict(list)]  # type: list[dict[str, list[Side]]]
     for tree, by_name in zip((base, after), sides, strict=True):
-        for name, node in _functions(tree.body, ()):
+        for name, node in _functions(tree.body):
             by_name[name].append(Side(node))
     units = [Unit("", Side(base), Side(after))]
     for name in dict.fromkeys((*sides[0], *sides[1])):
@@ -231,12 +225,15 @@ def module_units(
     return units
 
 
-def _functions(body: Iterable[ast.stmt], names: tuple[str, ...]) -> Iterator[tuple[str, FunctionNode]]:
-    for node in body:
+def _functions(body: list[ast.stmt]) -> Iterator[tuple[str, FunctionNode]]:
+    """(qualified name, node) of the outermost functions in their order. Every `elif` is one level deeper."""
+    rest: list[tuple[tuple[str, ...], ast.AST]] = [((), node) for node in reversed(body)]
+    while rest:
+        names, node = rest.pop()
         if isinstance(node, FunctionNode):
             yield ".".join((*names, node.name)), node
         elif isinstance(node, ast.ClassDef):
-            yield from _functions(node.body, (*names, node.name))
+            rest += [((*names, node.name), child) for child in reversed(node.body)]
         else:  # a definition under `if` or `try`
-            for block in ("body", "orelse", "finalbody", "handlers"):
-                yield from _functions(getattr(node, block, ()), names)
+            for block in ("handlers", "finalbody", "orelse", "body"):
+                rest += [(names, child) for child in reversed(getattr(node, block, ()))]

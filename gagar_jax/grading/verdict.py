@@ -92,7 +92,7 @@ class _Source:
     """What evidence about one member is checked against."""
 
     def __init__(
-        self, trajectory: Trajectory, group: Group, commands: Mapping[int, Mapping[str, str]]
+        self, trajectory: Trajectory, group: Group, commands: Mapping[int, Mapping[str, tuple[str, ...]]]
     ) -> None:
         self.trajectory = trajectory
         self.base_files = group.base_files
@@ -148,8 +148,9 @@ class _Source:
         return _holds(turn.action, item.text) or _holds(turn.observation, item.text)
 
     def _command(self, item: Evidence) -> bool:
-        """A command of the grader's record whose output holds the text."""
-        return bool(item.text.strip()) and _holds(self.commands.get(item.where, ""), item.text)
+        """A command of the grader's record that printed the text, one of the times that it ran."""
+        outputs = self.commands.get(item.where, ())
+        return bool(item.text.strip()) and any(_holds(output, item.text) for output in outputs)
 
     def _fact(self, item: Evidence) -> bool:
         """A field of the member's computed facts with this value."""

@@ -18,7 +18,7 @@ from gagar_jax.grading.audit.audit import CALLS_A_GROUP, Audit, Rate, audit
 from gagar_jax.grading.audit.flaws import FLAWS
 from gagar_jax.grading.fence import visible
 from gagar_jax.report.grade import decimal
-from gagar_jax.report.groups import Surroundings, read_groups
+from gagar_jax.report.groups import Surroundings, check_result_path, read_groups
 from gagar_jax.types import UserError
 
 Row = tuple[str, str, str]
@@ -37,8 +37,10 @@ def audit_grader(
       path: of the JSON file.
 
     Raises:
-      UserError: no group there has something to rank; or see `read_groups` and `Surroundings.grader`.
+      UserError: no group there has something to rank, or no file can be written at `path`; or see
+        `read_groups` and `Surroundings.grader`.
     """
+    check_result_path("--json", path)
     surroundings = Surroundings(config)
     # In the order given: one that a grader draws for itself would hide what order does to it.
     judge = surroundings.grader(grader, order=list)
@@ -59,12 +61,12 @@ def audit_grader(
             f"{source} has no group with something to rank: two passed members with different patches, "
             "and a failed one"
         )
-    if path is not None:
-        write_atomic(path, json.dumps(found.to_json(), indent=1) + "\n")
     shown = rich.console.Console(highlight=False)
     shown.print(table(found))
     for cause, detail in found.details.items():
         shown.print(f"{cause}: {visible(detail)}", markup=False, soft_wrap=True)
+    if path is not None:
+        write_atomic(path, json.dumps(found.to_json(), indent=1) + "\n")
     return found
 
 

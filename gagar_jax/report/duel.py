@@ -18,7 +18,7 @@ from gagar_jax.grading.bootstrap import RESAMPLES, Estimate
 from gagar_jax.grading.duel import Duel, duel
 from gagar_jax.grading.fence import visible
 from gagar_jax.report.grade import decimal
-from gagar_jax.report.groups import Surroundings, read_groups
+from gagar_jax.report.groups import Surroundings, check_result_path, read_groups
 from gagar_jax.types import UserError
 
 LABELS = {
@@ -56,8 +56,7 @@ def blind(
       UserError: no such evaluation, no task that both pass, or tasks that differ; or see `read_groups` and
         `Surroundings.grader`.
     """
-    if path is not None and not path.parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.parent}")
+    check_result_path("--json", path)
     files = tuple(evaluation_file(source, stage, split) for source in sources)
     first, second = configs
     of_a = Surroundings(_one_order(first))
@@ -79,15 +78,15 @@ def blind(
             f"passed, {files[1]} has {len(groups[1])}, {passed[1]} of them passed, and {found.evaluated} are "
             "in both. Take another split, or evaluate with more samples (gagar eval RUN --eval.samples)"
         )
-    if path is not None:
-        about = {"a": str(files[0]), "b": str(files[1]), "pairs_a_task": pairs, "level": 0.95}
-        write_atomic(path, json.dumps(about | {"resamples": RESAMPLES} | plain(found), indent=1) + "\n")
     shown = rich.console.Console(highlight=False)
     for label, file in zip("AB", files, strict=True):
         shown.print(f"{label}: {file}", markup=False, soft_wrap=True)
     shown.print(table(found))
     for line in counts(found):
         shown.print(line, markup=False, soft_wrap=True)
+    if path is not None:
+        about = {"a": str(files[0]), "b": str(files[1]), "pairs_a_task": pairs, "level": 0.95}
+        write_atomic(path, json.dumps(about | {"resamples": RESAMPLES} | plain(found), indent=1) + "\n")
     return found
 
 

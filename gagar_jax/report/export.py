@@ -15,6 +15,7 @@ import rich.console
 from gagar_jax import config as settings
 from gagar_jax.files import replacing
 from gagar_jax.grading.distill import Audited, Conversation, LeftOut, Standards, chat, left_out
+from gagar_jax.report.groups import check_result_path
 from gagar_jax.types import UserError
 
 SHORTEST_SECRET = 8
@@ -51,8 +52,9 @@ def export(
             f"{path} does not exist: only the conversations of a run graded by a chat model are kept "
             "(grading.grader: agentic)"
         )
-    if not out.parent.is_dir() or out.resolve() == path.resolve():
-        raise UserError(f"--out {out}: must be in a folder that exists, and not the run's own grading.jsonl")
+    check_result_path("--out", out)
+    if out.resolve() == path.resolve():
+        raise UserError(f"--out {out}: must be another file, not the run's own grading.jsonl")
     audited = read_audit(audit) if audit else None
     if audited and (short := standards.shortfalls(audited)):
         raise UserError(

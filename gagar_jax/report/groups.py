@@ -1,9 +1,10 @@
-"""Groups as a run stored them, read back whole, and the grader that a configuration names for them."""
+"""Groups as a run stored them, the grader that a configuration names for them, where results may go."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ class Surroundings:
             return make_grader(grading)
         run, repository = lent_to_graders(self.plugin, self.tasks_dir, self._config.env.confinement)
         return make_grader(grading, run=run, repository=repository, order=order)
+
+
+def check_result_path(option: str, path: Path | None) -> None:
+    """Before anything is paid for. Raises UserError where a file cannot be written; None is no file."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"{option} {path}: no file can be written there")
 
 
 def config_path(source: Path) -> Path | None:

@@ -15,7 +15,7 @@ from typing import Any
 import rich.table
 
 from gagar_jax.console import clock, number
-from gagar_jax.files import write_atomic
+from gagar_jax.files import replacing, write_atomic
 from gagar_jax.metrics import read_metrics
 
 # Key of an evaluation, what to call it, and whether it is a share (shown with three decimals).
@@ -108,9 +108,8 @@ def plot_curves(steps: Sequence[dict[str, Any]], path: Path) -> None:
         axes.plot(
             xs, [_mean(ys[max(0, i + 1 - SMOOTHING) : i + 1]) for i in range(len(ys))], color="tab:blue"
         )
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, format="png", dpi=110)
-    part.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import jax
 
 from gagar_jax.config import RolloutConfig
 from gagar_jax.data.tokenizer import Tokenizer
-from gagar_jax.files import writing
+from gagar_jax.files import write_atomic, writing
 from gagar_jax.rollout.exchange import EnvPool, Exchange, Finished, Prompt, collect
 from gagar_jax.rollout.sampler import Sampler
 from gagar_jax.types import Group, to_json, trajectory_from_json
@@ -32,13 +32,22 @@ class Journal:
     A file's text before edits is written with the first trajectory of its group that touched it. A torn
     last line (the machine went down while it was written) is dropped and logged; any other damage is an
     error that names the line.
+
+    Args:
+      path: the file.
+      weights: of what is appended, the policy that sampled it; see `train.state.fingerprint`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, weights: str) -> None:
+        self.path, self.weights = path, weights
         self._written: set[tuple[int, str]] = set()
 
-    def read(self) -> list[Finished]:
+    def read(self, tasks: Mapping[int, str]) -> list[Finished]:
+        """What is there of these weights; what is of others, or of another task, leaves the file, logged.
+
+        Args:
+          tasks: group number → instance_id; groups beside these are left as they are.
+        """
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")
@@ -46,21 +55,33 @@ class Journal:
             log.warning("%s: dropped a torn last line", self.path)
             self.path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
         found: list[Finished] = []
+        kept: list[bytes] = []
         for number, line in enumerate(lines[:-1], 1):
             try:
                 record = json.loads(line)
-                found.append(Finished(trajectory_from_json(record), record["base_files"]))
+                finished = Finished(trajectory_from_json(record), record["base_files"])
+                ticket = finished.trajectory.ticket
+                if (
+                    record["weights"] == self.weights
+                    and tasks.get(ticket.group, ticket.instance_id) == ticket.instance_id
+                ):
+                    found.append(finished)
+                    kept.append(line)
             except (ValueError, KeyError) as error:
                 raise ValueError(
                     f"{self.path}, line {number}: not a trajectory ({error}); remove the file"
                 ) from None
+        if len(kept) < len(lines) - 1:
+            others = len(lines) - 1 - len(kept)
+            log.warning("%s: %d trajectories of other weights or tasks were taken out", self.path, others)
+            write_atomic(self.path, b"".join(line + b"\n" for line in kept))
         self._written = {(f.trajectory.ticket.group, path) for f in found for path in f.base_files}
         return found
 
     def append(self, finished: Finished) -> None:
         group = finished.trajectory.ticket.group
         new = {path: text for path, text in finished.base_files.items() if (group, path) not in self._written}
-        record = to_json(finished.trajectory) | {"base_files": new}
+        record = to_json(finished.trajectory) | {"base_files": new, "weights": self.weights}
         self._written.update((group, path) for path in new)
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -109,7 +130,7 @@ class Collector:
           tasks: records with `instance_id`; group numbers count up from `first_group` in this order.
           first_group: number of the first group.
           members: trajectories a group.
-          version: optimizer updates behind `params`.
+          version: train steps behind `params`.
           stage: folded into the sampling key, so that evaluations and training draw differently.
           journal: where finished trajectories go at once.
           on_group: called as soon as a group is complete.
@@ -132,10 +153,9 @@ class Collector:
                 on_group(_group(ticket.group, by_number[ticket.group], parts[ticket.group]))
             progress(done, total)
 
-        for old in journal.read():
+        for old in journal.read({number: task["instance_id"] for number, task in by_number.items()}):
             ticket = old.trajectory.ticket
-            wanted = by_number.get(ticket.group, {}).get("instance_id") == ticket.instance_id
-            if wanted and old.trajectory.version == version and ticket.member < members:
+            if ticket.group in by_number and ticket.member < members:
                 add(old)
                 reused += 1
 

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -32,6 +32,7 @@ from gagar_jax.rollout.sampler import Command, Reply, Report, Sampler, SlotStatu
 from gagar_jax.types import Outcome, Status, StopReason, Ticket, Trajectory
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 INVALID_CAUSES = ("environment_raised", "prompt_too_long", "prompts_differ", "no_outcome", "judging")
 """Why a trajectory is masked out; counted as `invalid_<cause>`."""
@@ -112,7 +113,7 @@ class Exchange:
       tokenizer: turns observations into tokens and sampled tokens into actions.
       pool: one environment a slot.
       prompts: the groups, in the order they should start; drawn from as lanes fall free.
-      version: optimizer updates behind the weights in use, recorded in each trajectory.
+      version: train steps behind the weights in use, recorded in each trajectory.
       on_finished: called, in the callback's thread, with each trajectory as it ends.
     """
 
@@ -347,21 +348,25 @@ def collect(sampler: Sampler, params: Any, key: Any, exchange: Exchange) -> None
       KeyboardInterrupt: after the program has ended.
       BaseException: whatever went wrong inside the exchange.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="rollout") as thread:
-        running = thread.submit(sampler.run, params, key, exchange)
-        try:
-            while not running.done():
-                _wait(running)
-        except BaseException:
-            exchange.cancel()
-            raise
-        running.result()
+    wait_for(lambda: sampler.run(params, key, exchange), on_interrupt=exchange.cancel)
     if exchange.error is not None:
         raise exchange.error
 
 
-def _wait(running: Any) -> None:
-    try:
-        running.exception(timeout=0.1)
-    except TimeoutError:
-        return
+def wait_for(program: Callable[[], R], *, on_interrupt: Callable[[], None]) -> R:
+    """Runs a compiled program in a thread of its own, so that Ctrl-C reaches this one.
+
+    Args:
+      program: called once; it may call back to the host.
+      on_interrupt: called if the wait is interrupted; should let the program end soon. It is waited for.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="program") as thread:
+        running = thread.submit(program)
+        try:
+            while not running.done():
+                with contextlib.suppress(TimeoutError):
+                    running.exception(timeout=0.1)
+        except BaseException:
+            on_interrupt()
+            raise
+        return running.result()

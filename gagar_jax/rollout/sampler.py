@@ -311,10 +311,7 @@ def rollout_program(
 
 
 class Sampler:
-    """Compiles the rollout once and runs it for one host after another.
-
-    >>> # sampler = Sampler(graph, config.rollout, tokenizer.end_id); sampler.run(params, key, exchange)
-    """
+    """Compiles the rollout once and runs it for one host after another."""
 
     def __init__(
         self, graph: nnx.GraphDef[Transformer], config: RolloutConfig, end_id: int, mesh: Mesh | None = None

@@ -61,6 +61,21 @@ def updates_applied(opt_state: Any) -> jax.Array:
     return opt_state[-1].count
 
 
+@jax.jit
+def _bits(params: nnx.State) -> jax.Array:
+    total = jnp.zeros((), jnp.uint32)
+    for place, leaf in enumerate(jax.tree.leaves(params)):
+        width = jnp.uint16 if leaf.dtype.itemsize == 2 else jnp.uint32
+        bits = jax.lax.bitcast_convert_type(leaf, width).astype(jnp.uint32)
+        total += jnp.uint32(2 * place + 1) * jnp.sum(bits, dtype=jnp.uint32)
+    return total
+
+
+def fingerprint(params: nnx.State) -> str:
+    """Eight hex digits of all bits of the parameters: what was sampled with them is marked with it."""
+    return f"{int(_bits(params)):08x}"
+
+
 def _matrices(params: nnx.State) -> Any:
     def one(variable: nnx.Variable) -> nnx.Variable:
         axes = variable.get_metadata()["logical_axes"]

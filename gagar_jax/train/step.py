@@ -164,7 +164,8 @@ def make_train_step(
             advantages.capped_G,
         )
         first, last = (jax.tree.map(lambda x, i=i: x[i], (sums, metrics)) for i in (0, -1))
-        metrics = _token_metrics(first[0]) | first[1] | _drift_metrics(last[0])
+        applied = jnp.min(metrics["update_applied"])
+        metrics = _token_metrics(first[0]) | first[1] | _drift_metrics(last[0]) | {"update_applied": applied}
         metrics |= _group_metrics(batch, advantages, graded_G)
         return TrainState(*weights, state.step + 1), metrics, credit
 
@@ -357,7 +358,7 @@ def _update(
 
         params, opt_state = jax.lax.cond(applied, apply, lambda: weights)
     with jax.numpy_dtype_promotion("standard"):
-        rate = jnp.asarray(schedule(updates_applied(opt_state)), jnp.float32)
+        rate = jnp.asarray(schedule(updates_applied(opt_state_before)), jnp.float32)
     metrics = {
         "grad_norm": grad_norm,
         "lr": rate,

@@ -19,7 +19,7 @@ Player = Callable[[list[Message], int], Any]
 
 
 class Trouble:
-    """What a server does instead of answering."""
+    """What a server does instead of answering. With `drip_s` and a body, that comes after the drops."""
 
     def __init__(self, status: int = 200, body: bytes = b"", *, hang_s: float = 0, drip_s: float = 0) -> None:
         self.status, self.body, self.hang_s, self.drip_s = status, body, hang_s, drip_s
@@ -74,7 +74,7 @@ def chat_server(player: Player) -> Iterator[tuple[str, list[dict[str, Any]]]]:
                 elif body.get("stream"):
                     self._stream(answer)
                 else:
-                    self._send(200, json.dumps(_completion(answer)).encode())
+                    self._send(200, json.dumps(completion(answer)).encode())
 
         def _send(self, status: int, data: bytes, kind: str = "application/json") -> None:
             self.send_response(status)
@@ -93,13 +93,14 @@ def chat_server(player: Player) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             if trouble.drip_s:
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", "10000")
+                self.send_header(*(("Connection", "close") if trouble.body else ("Content-Length", "10000")))
                 self.end_headers()
                 end = time.monotonic() + trouble.drip_s
                 while time.monotonic() < end and not closing.is_set():
                     self.wfile.write(b" ")
                     self.wfile.flush()
                     time.sleep(0.02)
+                self.wfile.write(trouble.body)
                 self.close_connection = True
                 return
             self._send(trouble.status, trouble.body)
@@ -121,7 +122,8 @@ def chat_server(player: Player) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.join()
 
 
-def _completion(message: Message) -> dict[str, Any]:
+def completion(message: Message) -> dict[str, Any]:
+    """The whole answer that holds a message; every one uses 100 tokens."""
     finish = message.get("finish") or ("tool_calls" if message.get("tool_calls") else "stop")
     message = {key: value for key, value in message.items() if key != "finish"}
     return {
@@ -154,4 +156,4 @@ def _chunks(message: Message) -> Iterator[dict[str, Any]]:
             part = {"arguments": arguments[start : start + 11]}
             yield chunk({"tool_calls": [{"index": index, "function": part}]})
     yield chunk({}, "tool_calls" if message.get("tool_calls") else "stop")
-    yield chunk({}) | {"choices": [], "usage": _completion(message)["usage"]}
+    yield chunk({}) | {"choices": [], "usage": completion(message)["usage"]}

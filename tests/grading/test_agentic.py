@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gagar_jax.config import AgenticConfig, GradingConfig
+from gagar_jax.grading.agentic import grader as grader_module
 from gagar_jax.grading.agentic import submission
 from gagar_jax.grading.agentic.endpoint import EndpointError, SpendingCap
-from gagar_jax.grading.agentic.grader import AgenticGrader, agreed
+from gagar_jax.grading.agentic.grader import AgenticGrader, agreed, tokens_spent
 from gagar_jax.grading.agentic.toolbox import Toolbox
 from gagar_jax.grading.agentic.workspace import Workspace
 from gagar_jax.grading.fence import Fence, visible
@@ -23,7 +26,16 @@ from gagar_jax.grading.service import GradingService
 from gagar_jax.grading.verdict import VoidVerdict, validate
 from gagar_jax.types import CandidateVerdict, Evidence, Flag, Group, GroupVerdict, Scores, Status, Turn
 from tests.grading.builders import FIXED, MODULE, Diff, group_of, trajectory
-from tests.grading.chat_server import Message, Player, Trouble, calls, chat_server, says, tool_results
+from tests.grading.chat_server import (
+    Message,
+    Player,
+    Trouble,
+    calls,
+    chat_server,
+    completion,
+    says,
+    tool_results,
+)
 
 LOUD = FIXED.replace("        return low\n", "        print(value)\n        return low\n")
 LONG = FIXED.replace("    return value\n", "    result = value\n    unused = low\n    return result\n")
@@ -54,10 +66,12 @@ def made(config: AgenticConfig, **more: Any) -> AgenticGrader:
     return _made[-1]
 
 
-def grader_at(url: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0, **settings: Any) -> AgenticGrader:
+def grader_at(
+    url: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0, spent: int = 0, **settings: Any
+) -> AgenticGrader:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     config = AgenticConfig(base_url=url, model="rules", max_retries=0, **settings)
-    return made(config, order=lambda members: random.Random(seed).sample(members, len(members)))
+    return made(config, order=lambda members: random.Random(seed).sample(members, len(members)), spent=spent)
 
 
 def passed_names(messages: list[Message]) -> list[str]:
@@ -319,6 +333,82 @@ def test_the_cap_holds_for_the_whole_run(group: Group, monkeypatch: pytest.Monke
     assert len(requests) == 2
 
 
+def test_the_cap_counts_what_was_spent_before(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "grading.jsonl"
+    assert tokens_spent(path) == 0
+    path.write_text('{"tokens": 150}\n[]\n{"tokens": null}\n{"seconds": 1}\n{"tokens": 40}\n{"tokens": 7')
+    assert tokens_spent(path) == 190
+    with chat_server(honest) as (url, requests):
+        with pytest.raises(SpendingCap, match="190"):
+            grader_at(url, monkeypatch, spent=190, max_run_tokens=190).grade(group)
+        grader = grader_at(url, monkeypatch, spent=190, max_run_tokens=191)
+        with pytest.raises(SpendingCap, match="290"):
+            grader.grade(group)
+    assert (len(requests), grader.tokens) == (1, 290)
+
+
+LATE = json.dumps(completion(says("too late"))).encode()
+NO_CHOICE = json.dumps(completion(says("")) | {"choices": []}).encode()
+UNFINISHED = f"data: {json.dumps({**completion(says('')), 'choices': []})}\n\ndata: [DONE]\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "settings"),
+    [
+        (Trouble(drip_s=0.6, body=LATE), {"request_timeout_s": 0.2}),
+        (Trouble(body=NO_CHOICE), {}),
+        (Trouble(body=UNFINISHED), {"stream": True}),
+    ],
+    ids=["late", "no choice", "unfinished stream"],
+)
+def test_what_an_unusable_answer_is_said_to_have_used_counts(
+    group: Group, monkeypatch: pytest.MonkeyPatch, trouble: Trouble, settings: dict[str, Any]
+) -> None:
+    with chat_server(lambda messages, number: trouble) as (url, _):
+        grader = grader_at(url, monkeypatch, **settings)
+        with pytest.raises(EndpointError):
+            grader.grade(group)
+        until = time.monotonic() + 5
+        while not grader.tokens and time.monotonic() < until:
+            time.sleep(0.02)
+    assert grader.tokens == 100
+
+
+def test_conversations_that_cannot_be_kept_cost_no_verdict(
+    group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(record: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with chat_server(honest) as (url, _):
+        grader = made(AgenticConfig(base_url=url, model="rules", orders=2), keep=full)
+        assert len(grader.grade(group).candidates) == 3
+    assert grader.unkept == 2
+    assert "could not be kept (2 so far)" in caplog.text
+
+
+def test_only_the_bad_call_of_an_answer_is_called_unusable(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(messages: list[Message], number: int) -> Message:
+        names = passed_names(messages)
+        if number > 1:
+            return calls(("submit_verdict", verdict(names)))
+        patch = ("patch", {"candidate": names[0]})
+        return calls(patch, ("submit_verdict", verdict(names[:1])), patch, ("read_file", {}))
+
+    with chat_server(play) as (url, requests):
+        grader_at(url, monkeypatch).grade(group)
+    before, refused, after, misused = tool_results(requests[1]["messages"])
+    assert refused.startswith("Not usable: candidates are ")
+    assert after == before
+    assert "+        return low" in before
+    assert misused.startswith("read_file takes exactly")
+
+
 def test_conversations_are_kept_and_the_key_is_not(
     group: Group, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -464,6 +554,74 @@ def test_agreed_takes_the_lower_score_and_every_flag() -> None:
     }
     assert both.candidates[1].flags == {flag: shown}
     assert both.external == {}  # claimed in one order only
+
+
+class Clock:
+    """Runs commands whose output is never twice the same."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def run(self, tree: Any, command: str, *, timeout_s: float) -> str:
+        self.ran += 1
+        return f"1 passed in 0.{self.ran:02d}s"
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+@pytest.mark.parametrize("orders", [1, 2])
+def test_every_output_of_a_command_can_be_quoted(
+    group: Group, monkeypatch: pytest.MonkeyPatch, orders: int, again: int
+) -> None:
+    """Run once or more often, in one conversation or in both: each quotes the first output that it saw."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    kept: list[dict[str, Any]] = []
+
+    def play(messages: list[Message], number: int) -> Message:
+        results = tool_results(messages)
+        if len(results) <= again:
+            return calls(("run", {"candidate": "c01", "command": "pytest -q"}))
+        printed = next(line for line in results[0].split("\n") if " passed in " in line)
+        answer = verdict(passed_names(messages))
+        for candidate in answer["candidates"]:
+            if candidate["id"] == "c01":
+                candidate["evidence"] = [{"kind": "command", "where": "pytest -q", "text": printed}]
+        return calls(("submit_verdict", answer))
+
+    with chat_server(play) as (url, _):
+        config = AgenticConfig(base_url=url, model="rules", orders=orders)
+        grader = made(config, run=Clock(), keep=kept.append, order=lambda members: [0, 1, 3, 2])
+        given = grader.grade(group)
+    assert validate(given, group) == (given, 0)
+    assert [len(c.evidence) for c in given.candidates if c.evidence] == [1] * orders
+    assert [len(ran["pytest -q"]) for ran in given.commands.values()] == [again + 1] * orders
+    assert all(conversation["valid"] for conversation in kept)
+
+
+def test_the_same_candidate_in_both_orders_keeps_both_outputs() -> None:
+    def gave(text: str) -> GroupVerdict:
+        shown = (Evidence("command", "pytest", text),)
+        candidates = (CandidateVerdict(0, Scores(5, 5, 5, 5, 5), {}, shown),)
+        return GroupVerdict("x", candidates, {}, {0: {"pytest": (text,), text: ("x",)}})
+
+    both = agreed(gave("in 0.1 s"), gave("in 0.2 s"), limit=0.0)
+    assert both.commands == {0: {"pytest": ("in 0.1 s", "in 0.2 s"), "in 0.1 s": ("x",), "in 0.2 s": ("x",)}}
+    assert len(both.candidates[0].evidence) == 2
+
+
+def test_an_agreed_verdict_is_validated_before_it_is_called_valid(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, Any]] = []
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setattr(
+        grader_module, "agreed", lambda one, two, limit: dataclasses.replace(one, candidates=())
+    )
+    with chat_server(honest) as (url, _), pytest.raises(VoidVerdict, match="are not judged"):
+        made(AgenticConfig(base_url=url, model="rules", orders=2), keep=kept.append).grade(group)
+    assert [conversation["valid"] for conversation in kept] == [False, False]
 
 
 def test_the_schema_is_the_rubric() -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from gagar_jax.config import GradingConfig
+from gagar_jax.files import DiskFull
 from gagar_jax.grading.cache import CachedGrader, read_verdicts
+from gagar_jax.grading.service import GradingService
 from gagar_jax.grading.structural import StructuralGrader
 from gagar_jax.grading.verdict import VoidVerdict, validate
 from gagar_jax.types import Evidence, Group, GroupVerdict, Status, Turn
@@ -32,7 +35,7 @@ class Counting:
         verdict = StructuralGrader().grade(group)
         failed = next(t.ticket.member for t in group.trajectories if not t.passed)
         copied = (Evidence("step", "step 1", "core"),)
-        return dataclasses.replace(verdict, external={failed: copied}, commands={failed: {"ls": "pkg"}})
+        return dataclasses.replace(verdict, external={failed: copied}, commands={failed: {"ls": ("pkg",)}})
 
 
 @pytest.fixture
@@ -115,6 +118,50 @@ def test_what_a_grader_raises_is_not_kept(group: Group) -> None:
         with pytest.raises(VoidVerdict):
             grader.grade(group)
     assert bad.asked == 2
+
+
+def test_a_void_verdict_is_neither_kept_nor_given_again(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Inventing(Counting):
+        def grade(self, group: Group) -> GroupVerdict:
+            given = super().grade(group)
+            return dataclasses.replace(given, external={0: (Evidence("step", "step 9", "curl"),)})
+
+    inventing = Inventing()
+    grader = CachedGrader(inventing, kept={}, keep=lambda record: pytest.fail("kept"))
+    for _ in range(2):
+        with pytest.raises(VoidVerdict, match="does not exist"):
+            grader.grade(group)
+    assert inventing.asked == 2
+
+    # One that was kept before it was checked, or under other checks.
+    kept: list[dict[str, Any]] = []
+    asked = Counting()
+    key, members = CachedGrader(asked, kept={}, keep=kept.append)._question(group)
+    void = dataclasses.replace(Counting().grade(group), external={9: ()})
+    grader = CachedGrader(asked, kept={key: void}, keep=kept.append)
+    with caplog.at_level(logging.WARNING):
+        assert [grader.grade(group).external.keys() for _ in range(2)] == [{2}, {2}]
+    assert "the kept verdict on group 0 is void" in caplog.text
+    assert (asked.asked, grader.reused, len(kept)) == (1, 1, 1)
+    assert members
+
+
+def test_a_verdict_that_cannot_be_kept_is_given_all_the_same(
+    group: Group, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(record: dict[str, Any]) -> None:
+        raise DiskFull("no space")
+
+    real = Counting()
+    grader = CachedGrader(real, kept={}, keep=full)
+    assert grader.grade(group) == grader.grade(group) == Counting().grade(group)
+    assert (real.asked, grader.unkept) == (1, 1)
+    assert "a record could not be kept (1 so far)" in caplog.text
+    service = GradingService(grader, GradingConfig(), mode="none")
+    assert service.counts()["unkept"] == 1
+    service.close()
 
 
 def test_lines_that_are_no_verdict_are_left_alone(

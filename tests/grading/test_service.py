@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from gagar_jax.config import GradingConfig
+from gagar_jax.grading import ledger
 from gagar_jax.grading.breaker import Breaker
+from gagar_jax.grading.facts import trajectory_facts
 from gagar_jax.grading.service import GradingService
 from gagar_jax.grading.structural import StructuralGrader
 from gagar_jax.types import (
@@ -296,6 +299,58 @@ def test_the_record_is_json_and_complete(make_group, service_of, patches):
     assert (noisy["tier"], noisy["quality"]) == (2, 0.85)
     assert (failed["tier"], failed["verdict"], failed["facts"]["patch_lines"]) == (None, None, 2)
     assert unreadable["facts"] is None
+    assert "malformed patch" in unreadable["facts_error"]
+    assert best["facts_error"] is None
+
+
+def test_the_record_says_what_became_of_a_group(make_group, service_of):
+    """Causes with their details, what a grader calls copied, who judged, and a verdict that came too late."""
+    shown = (Evidence("step", "step 1", "view pkg/core.py"),)
+    gate = threading.Event()
+
+    def copied(group: Group) -> GroupVerdict:
+        return dataclasses.replace(StructuralGrader().grade(group), external={2: shown})
+
+    def late(group: Group) -> GroupVerdict:
+        gate.wait(10)
+        return copied(group)
+
+    script = {1: copied, 2: raising, 3: void, 4: late}
+    service = service_of(Scripted(script), deadline_s=1.0, concurrency=4)
+    groups = [make_group(n) for n in script]
+    for group in groups:
+        service.submit(group)
+    redeem(service, *groups)
+    gate.set()
+    _until(lambda: service.counts()["late_arrivals"] == 1)
+    good, failed, voided, tardy = (json.loads(json.dumps(service.record(n))) for n in script)
+    evidence = {"2": [{"kind": "step", "where": "step 1", "text": "view pkg/core.py"}]}
+    assert (good["graded"], good["grader"], good["external"]) == (True, "structural", evidence)
+    assert good["grade_s"] >= 0
+    assert (failed["cause"], failed["detail"]) == ("error", "RuntimeError: the endpoint is down")
+    assert (voided["cause"], "are not judged" in voided["detail"]) == ("void", True)
+    assert (tardy["cause"], tardy["detail"][:13]) == ("late", "arrived after")
+    assert (tardy["graded"], tardy["external"], tardy["grader"]) == (False, evidence, "structural")
+    assert tardy["members"]["0"]["verdict"]["scores"]["approach"] == 5
+    assert (tardy["members"]["0"]["tier"], tardy["members"]["1"]["quality"]) == (None, 1.0)
+
+
+@pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), RuntimeError("odd"), KeyError("x")])
+def test_facts_that_fail_cost_one_member_its_facts(make_group, service_of, monkeypatch, caplog, error):
+    def facts(trajectory: Trajectory, base_files):
+        if trajectory.ticket.member == 1:
+            raise error
+        return trajectory_facts(trajectory, base_files)
+
+    monkeypatch.setattr(ledger, "trajectory_facts", facts)
+    service = service_of(StructuralGrader())
+    service.submit(make_group(4))
+    redeem(service, make_group(4))
+    members = service.record(4)["members"]
+    assert [members[n]["facts"] is None for n in "012"] == [False, True, False]
+    assert members["1"]["facts_error"].startswith(type(error).__name__)
+    assert members["1"]["tier"] == 2  # the verdict stands
+    assert "no facts of group 4 member 1" in caplog.text
 
 
 def test_the_breaker_opens_and_recovers(make_group, service_of, caplog):

@@ -96,6 +96,8 @@ def test_flags_and_claims_without_evidence_are_dropped_and_counted(group: Group)
         (Evidence("step", "first", "view"), False),
         (Evidence("step", "step 1", ""), False),
         (Evidence("command", "pytest -q", "2 passed"), True),
+        (Evidence("command", "pytest -q", "1 failed in 0.3 s"), True),  # as it was before
+        (Evidence("command", "pytest -q", "0.3 s2 passed"), False),
         (Evidence("command", "pytest -q", "3 passed"), False),
         (Evidence("command", "pytest", "2 passed"), False),
         (Evidence("fact", "patch_lines", "2"), True),
@@ -107,7 +109,9 @@ def test_flags_and_claims_without_evidence_are_dropped_and_counted(group: Group)
 )
 def test_evidence_is_checked(group: Group, evidence, holds: bool):
     given = verdict(judged(0, evidence=(evidence,)), judged(1))
-    given = dataclasses.replace(given, commands={0: {"pytest -q": "2 passed in 0.1 s"}})
+    given = dataclasses.replace(
+        given, commands={0: {"pytest -q": ("1 failed in 0.3 s", "2 passed in 0.1 s")}}
+    )
     if holds:
         assert validate(given, group) == (given, 0)
     else:

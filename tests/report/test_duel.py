@@ -12,6 +12,8 @@ import pytest
 
 from gagar_jax import config as settings
 from gagar_jax.cli import main
+from gagar_jax.files import DiskFull
+from gagar_jax.report import duel as duel_report
 from gagar_jax.report import groups as stored_groups
 from gagar_jax.types import Status, Ticket, Trajectory, to_json
 from tests.grading.builders import FIXED, MODULE, Diff, repository, trajectory
@@ -152,6 +154,22 @@ def test_a_chat_model_is_asked_in_both_orders(
     assert "void: member 0: this evidence does not exist" in words
 
 
+def test_a_duel_that_cannot_be_written_is_printed(
+    tmp_path: Path,
+    runs: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise DiskFull(f"No space left on the device while writing {path}")
+
+    monkeypatch.setattr(duel_report, "write_atomic", full)
+    assert main(["duel", *runs, "--split", "held_out", "--json", str(tmp_path / "duel.json")]) == 2
+    shown = capsys.readouterr()
+    assert "win rate, ties half" in shown.out
+    assert "No space left" in shown.err
+
+
 def test_refusals(
     tmp_path: Path, runs: tuple[str, str], change: Diff, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +198,7 @@ def test_refusals(
         ([a, b, *split, "--grader", "nobody"], "no grader is called 'nobody'"),
         ([a, b, *split, "--grading.teir3", "0.1"], "tier3"),
         ([a, b, *split, "--json", str(tmp_path / "no" / "x.json")], "there is no folder"),
+        ([a, b, *split, "--json", str(tmp_path)], "no file can be written there"),
     ):
         assert main(["duel", *arguments]) == 2, arguments
         assert problem in capsys.readouterr().err, arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from gagar_jax import config as settings
 from gagar_jax.cli import main
+from gagar_jax.files import DiskFull
 from gagar_jax.grading.agentic import submission
 from gagar_jax.grading.agentic.endpoint import EndpointError
 from gagar_jax.grading.distill import Audited, Conversation, LeftOut, Standards, left_out
 from gagar_jax.grading.verdict import VoidVerdict
-from gagar_jax.run import run_grader
+from gagar_jax.run import _appending, run_grader
 from gagar_jax.types import Group, Status
 from tests.grading.builders import FIXED, MODULE, Diff, group_of, repository, trajectory
 from tests.grading.chat_server import Message, Player, Trouble, calls, chat_server, tool_results
@@ -242,6 +244,51 @@ def test_records_without_validity_are_left_out_and_a_torn_end_is_counted(
     assert f"left out: 1 {LeftOut.UNRECORDED.value}" in words
 
 
+@pytest.mark.parametrize("cut", [1, 2, 40, 4000])
+def test_a_torn_line_is_cut_off_before_the_next_record(
+    graded: Graded, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    """A crash amid a write, then a resume: the records around it stay readable, and the verdict is reused."""
+    run = graded(honest, invents)
+    paths = [run / "grading.jsonl", run / "verdicts.jsonl"]
+    whole = [path.read_bytes() for path in paths]
+    for path, data in zip(paths, whole, strict=True):
+        path.write_bytes(data + data.splitlines(keepends=True)[-1][:-cut])
+    graded(honest)
+    assert caplog.text.count("dropped an unfinished last line") == sum(
+        len(data.splitlines(keepends=True)[-1]) > cut for data in whole
+    )
+    for path, data in zip(paths, whole, strict=True):
+        assert path.read_bytes().startswith(data)
+        assert all(map(json.loads, path.read_text().splitlines()))
+    counts = [len(path.read_text().splitlines()) for path in paths]
+    assert counts == [3, 2]  # the endpoint is another, so the grader is, and both were asked
+    assert len(exported(run)) == 2
+
+
+def test_a_record_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "grading.jsonl"
+    append = _appending(path)
+    append({"n": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(DiskFull, match=r"grading\.jsonl"):
+            append({"n": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append({"n": 2})
+    assert path.read_text() == '{"n": 1}\n{"n": 2}\n'
+
+
+def test_the_cap_on_tokens_holds_over_a_restart(graded: Graded) -> None:
+    run = graded(honest, max_run_tokens=200)
+    graded(honest, max_run_tokens=200)  # another server, so the verdict kept is not for it
+    ended = [json.loads(line)["ended"] for line in (run / "grading.jsonl").read_text().splitlines()]
+    assert ended[0] == "verdict"
+    assert "grading has used 200 tokens" in ended[1]
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
@@ -343,7 +390,7 @@ def test_refusals(graded: Graded, tmp_path: Path, capsys: pytest.CaptureFixture[
             [str(tmp_path / "nowhere"), "--out", out],
             "does not exist: only the conversations of a run graded by",
         ),
-        ([str(run), "--out", str(tmp_path / "no" / "x")], "in a folder that exists"),
+        ([str(run), "--out", str(tmp_path / "no" / "x")], "there is no folder"),
         ([str(run), "--out", str(run / "grading.jsonl")], "not the run's own grading.jsonl"),
         ([str(run), "--out", out, "--audit", str(tmp_path / "bad.json")], "bad.json: not an audit"),
         ([str(run), "--out", out, "--audit", str(tmp_path / "none")], "none: not an audit (No such file"),

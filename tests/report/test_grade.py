@@ -11,7 +11,9 @@ import pytest
 
 from gagar_jax import config as settings
 from gagar_jax.cli import main
+from gagar_jax.files import DiskFull
 from gagar_jax.grading.regrade import regrade
+from gagar_jax.report import audit as audit_report
 from gagar_jax.report import groups as stored_groups
 from gagar_jax.report.grade import sheet, summary
 from gagar_jax.report.groups import Surroundings, read_groups
@@ -241,6 +243,30 @@ def test_the_audit_of_a_run(
     assert "reverted_hunk 0.000 0 of 1" in words
     assert "attacks that raised their member 0.000" in words
     assert json.loads((tmp_path / "audit.json").read_text())["injected"]["hits"] == 0
+    asked: list[object] = []
+    monkeypatch.setattr(audit_report, "audit", lambda *given, **named: asked.append(given))
+    for path in (tmp_path / "no" / "audit.json", tmp_path):
+        assert main(["audit-grader", str(source), "--json", str(path)]) == 2
+        assert f"--json {path}: " in capsys.readouterr().err
+    assert not asked
+    monkeypatch.undo()
     nothing = run_folder(tmp_path / "other", members[3:])
     assert main(["audit-grader", str(nothing)]) == 2
     assert "no group with something to rank" in capsys.readouterr().err
+
+
+def test_an_audit_that_cannot_be_written_is_printed(
+    tmp_path: Path,
+    members: list[Trajectory],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise DiskFull(f"No space left on the device while writing {path}")
+
+    monkeypatch.setattr(audit_report, "write_atomic", full)
+    source = run_folder(tmp_path / "run", members)
+    assert main(["audit-grader", str(source), "--groups", "1", "--json", str(tmp_path / "audit.json")]) == 2
+    shown = capsys.readouterr()
+    assert "clean above flawed" in shown.out
+    assert "No space left" in shown.err

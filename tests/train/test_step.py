@@ -340,3 +340,13 @@ def test_two_updates_of_one_batch_are_two_steps_on_it() -> None:
     for name in ("kl", "ratio_mean", "ratio_max", "clip_fraction"):
         assert metrics[name] == pytest.approx(after[name], rel=1e-4), name
     assert metrics["ratio_max"] != before["ratio_max"]
+
+
+def test_the_learning_rate_told_is_the_one_used() -> None:
+    """Adam's first update is the rate, entry by entry, whatever the gradient."""
+    config = settings(optimizer={"warmup_steps": 5, "lr": 1e-3})
+    before = by_name(state_for(config, one_device()).params)
+    state, metrics, _ = run(config, pack_for(config, GROUPS), Verdicts())
+    assert metrics["lr"] == pytest.approx(2e-4)
+    moved = max(np.abs(a - before[name]).max() for name, a in by_name(state.params).items())
+    assert moved == pytest.approx(2e-4, rel=0.05)

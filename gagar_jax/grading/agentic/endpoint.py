@@ -56,11 +56,15 @@ class Reply:
 class Endpoint:
     """Thread-safe. The key is read from the environment and appears nowhere else.
 
+    Args:
+      config: which endpoint, and its limits.
+      spent: tokens that count towards `max_run_tokens` already.
+
     Raises:
       UserError: the `openai` package is not installed, or no model is named.
     """
 
-    def __init__(self, config: AgenticConfig) -> None:
+    def __init__(self, config: AgenticConfig, *, spent: int = 0) -> None:
         try:
             import openai
         except ImportError:
@@ -76,8 +80,8 @@ class Endpoint:
             max_retries=config.max_retries,
         )
         self._lock = threading.Lock()
-        self.spent = 0
-        """Tokens of the whole run so far."""
+        self.spent = spent
+        """Tokens of the whole run so far; also of answers that came too late or could not be used."""
 
     def close(self) -> None:
         self._client.close()
@@ -116,25 +120,36 @@ class Endpoint:
                 "max_tokens": self._config.max_output_tokens,
                 "timeout": left,
             }
-            if self._config.stream:
-                return _gathered(
-                    self._client.chat.completions.create(
-                        **options, stream=True, stream_options={"include_usage": True}
-                    )
-                )
-            return _whole(self._client.chat.completions.create(**options))
+            used = _Used()
+            try:
+                if self._config.stream:
+                    options |= {"stream": True, "stream_options": {"include_usage": True}}
+                    reply = _gathered(self._client.chat.completions.create(**options), used)
+                else:
+                    reply = _whole(self._client.chat.completions.create(**options), used)
+                used.tokens = used.tokens or _estimate(messages, tools, reply)
+                return dataclasses.replace(reply, tokens=used.tokens)
+            finally:  # here, for nobody may be waiting any more
+                with self._lock:
+                    self.spent += used.tokens
 
         try:
-            reply = _within(left, ask)
+            return _within(left, ask)
         except openai.OpenAIError as error:
             raise EndpointError(f"{type(error).__name__}: {str(error)[:300]}") from None
-        if not reply.tokens:
-            written = len(json.dumps([messages, tools])) + len(reply.text)
-            written += sum(len(call.arguments) for call in reply.calls)
-            reply = dataclasses.replace(reply, tokens=written // _CHARACTERS_A_TOKEN)
-        with self._lock:
-            self.spent += reply.tokens
-        return reply
+
+
+@dataclasses.dataclass
+class _Used:
+    """Tokens that the server says a request used, as far as it has said so."""
+
+    tokens: int = 0
+
+
+def _estimate(messages: list[dict[str, Any]], tools: list[dict[str, Any]], reply: Reply) -> int:
+    written = len(json.dumps([messages, tools])) + len(reply.text)
+    written += sum(len(call.arguments) for call in reply.calls)
+    return written // _CHARACTERS_A_TOKEN
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
@@ -161,7 +176,9 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
     return value
 
 
-def _whole(response: Any) -> Reply:
+def _whole(response: Any, used: _Used) -> Reply:
+    if usage := getattr(response, "usage", None):
+        used.tokens = usage.total_tokens or 0
     if not getattr(response, "choices", None):
         raise EndpointError("the answer holds no choice")
     choice = response.choices[0]
@@ -170,19 +187,18 @@ def _whole(response: Any) -> Reply:
         for n, c in enumerate(choice.message.tool_calls or [])
         if getattr(c, "function", None) is not None
     ]
-    tokens = response.usage.total_tokens if response.usage else 0
     text = _encodable(choice.message.content)
-    return Reply(text, tuple(calls), tokens, choice.finish_reason == "length")
+    return Reply(text, tuple(calls), used.tokens, choice.finish_reason == "length")
 
 
-def _gathered(stream: Any) -> Reply:
+def _gathered(stream: Any, used: _Used) -> Reply:
     """A streamed answer, put together again."""
-    text, tokens, reason = "", 0, None
+    text, reason = "", None
     parts: dict[int, list[str]] = {}
     with stream:
         for chunk in stream:
             if chunk.usage:
-                tokens = chunk.usage.total_tokens
+                used.tokens = chunk.usage.total_tokens or 0
             for choice in chunk.choices[:1]:
                 text += choice.delta.content or ""
                 reason = choice.finish_reason or reason
@@ -195,7 +211,7 @@ def _gathered(stream: Any) -> Reply:
     if reason is None:
         raise EndpointError("the stream ended before the answer did")
     calls = [Call(id_ or f"call_{n}", name, arguments) for n, (id_, name, arguments) in sorted(parts.items())]
-    return Reply(text, tuple(calls), tokens, reason == "length")
+    return Reply(text, tuple(calls), used.tokens, reason == "length")
 
 
 def _encodable(text: str | None) -> str:

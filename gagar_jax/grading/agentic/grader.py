@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import logging
 import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gagar_jax.config import AgenticConfig
@@ -20,6 +23,7 @@ from gagar_jax.grading.agentic.toolbox import SUBMIT, Toolbox
 from gagar_jax.grading.agentic.workspace import Workspace
 from gagar_jax.grading.agreement import Agreement, ordering
 from gagar_jax.grading.fence import Fence, visible
+from gagar_jax.grading.keeping import Keeper
 from gagar_jax.grading.verdict import VoidVerdict, validate
 from gagar_jax.types import CandidateVerdict, CommandRunner, Flag, Group, GroupVerdict, Scores
 
@@ -66,11 +70,13 @@ class AgenticGrader:
       config: endpoint and budgets.
       run: carries out the commands of the model; None leaves that tool away.
       repository: the whole base tree of a task; None shows only the files that candidates touched.
-      keep: called with each conversation of a call when the call ends, JSON-ready. Of the conversation:
+      keep: called with each conversation of a call when the call ends, JSON-ready; if it raises, the record
+        is lost and counted (`unkept`), not the verdict. Of the conversation:
         group, instance_id, grader, members, messages, tools, tokens, seconds, corrections, dropped (claims
         without evidence), and `ended`, "verdict" or why there was no usable one. Of the call: valid, whether
         its verdict stood; order_agreement, the share of pairs on which two orders agree, null for one order.
       order: the order in which members are presented; `list` keeps the group's own, for an audit of order.
+      spent: tokens that count towards the run's cap from the start: what the run used before a restart.
     """
 
     audits_external = True
@@ -83,11 +89,13 @@ class AgenticGrader:
         repository: Repository | None = None,
         keep: Callable[[dict[str, Any]], None] | None = None,
         order: Order | None = None,
+        spent: int = 0,
     ) -> None:
         self.name = f"agentic:{config.model}"
-        self._config, self._run, self._repository, self._keep = config, run, repository, keep
+        self._config, self._run, self._repository = config, run, repository
+        self._keep = Keeper(keep or (lambda record: None))
         self._order = order or _drawn
-        self._endpoint = Endpoint(config)
+        self._endpoint = Endpoint(config, spent=spent)
 
     @property
     def version(self) -> str:
@@ -97,8 +105,13 @@ class AgenticGrader:
 
     @property
     def tokens(self) -> int:
-        """Tokens used so far, by all groups."""
+        """Tokens used so far, by all groups, those of before a restart included."""
         return self._endpoint.spent
+
+    @property
+    def unkept(self) -> int:
+        """Conversations that could not be kept."""
+        return self._keep.failures
 
     def close(self) -> None:
         """Ends connections and what runs commands. Conversations under way break."""
@@ -129,12 +142,12 @@ class AgenticGrader:
                 alike = compared(*verdicts).alike
                 of_call["order_agreement"] = None if math.isnan(alike) else alike
                 verdict = agreed(*verdicts, limit=self._config.max_reversals)
+            validate(verdict, group)
             of_call["valid"] = True
             return verdict
         finally:
-            if self._keep is not None:
-                for conversation in held:
-                    self._keep(conversation | of_call)
+            for conversation in held:
+                self._keep(conversation | of_call)
 
     def _converse(self, workspace: Workspace, deadline: float, held: list[dict[str, Any]]) -> GroupVerdict:
         """One conversation; what is kept of it is added to `held`, however it ends."""
@@ -198,20 +211,22 @@ class AgenticGrader:
             problem = "" if reply.calls else "no tool was called"
             verdicts = [call for call in reply.calls if call.name == SUBMIT]
             for call in reply.calls:
+                unusable = ""
                 if call.name != SUBMIT:
                     answer = tools.call(call.name, call.arguments)
                 elif len(verdicts) > 1:
-                    answer = problem = "several verdicts were submitted at once"
+                    unusable = "several verdicts were submitted at once"
                 else:
                     try:
                         verdict = submission.read(
                             call.arguments, workspace.members, workspace.passed, self.name
                         )
                         return dataclasses.replace(verdict, commands=tools.commands)
-                    except submission.Unusable as unusable:
-                        answer = problem = str(unusable)
-                if problem:
-                    answer = f"Not usable: {visible(answer)}. Call {SUBMIT} once, with the whole verdict."
+                    except submission.Unusable as error:
+                        unusable = str(error)
+                if unusable:
+                    problem = unusable
+                    answer = f"Not usable: {visible(unusable)}. Call {SUBMIT} once, with the whole verdict."
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
             if problem:
                 cut = " (the answer was cut off)" if reply.truncated else ""
@@ -223,6 +238,16 @@ class AgenticGrader:
                         {"role": "user", "content": f"Use the tools{cut}; {SUBMIT} ends the work."}
                     )
         raise VoidVerdict(f"no verdict within {self._config.max_turns} turns")
+
+
+def tokens_spent(path: Path) -> int:
+    """Tokens of the conversations kept in a file, if there is one; a line that cannot be read counts none."""
+    total = 0
+    with path.open("rb") if path.exists() else io.BytesIO() as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                total += int(json.loads(line)["tokens"])
+    return total
 
 
 @dataclasses.dataclass
@@ -284,10 +309,12 @@ def agreed(first: GroupVerdict, second: GroupVerdict, *, limit: float) -> GroupV
         member: first.external.get(member, ()) + second.external.get(member, ())
         for member in first.external.keys() & second.external.keys()
     }
-    commands = {
-        member: first.commands.get(member, {}) | second.commands.get(member, {})
-        for member in first.commands.keys() | second.commands.keys()
-    }
+    # The same command may print something else in the other conversation (a time, say): both stand.
+    commands: dict[int, dict[str, tuple[str, ...]]] = {}
+    for verdict in (first, second):
+        for member, ran in verdict.commands.items():
+            held = commands.setdefault(member, {})
+            held |= {command: (*held.get(command, ()), *outputs) for command, outputs in ran.items()}
     return GroupVerdict(first.grader, candidates, external, commands)
 
 

@@ -47,8 +47,8 @@ class Toolbox:
     ) -> None:
         self._workspace, self._fence, self._run = workspace, fence, run
         self._command_s, self._left_s, self._limit = command_s, total_command_s, limit
-        self.commands: dict[int, dict[str, str]] = {}
-        """Member → command → what it printed: the record that evidence is checked against."""
+        self.commands: dict[int, dict[str, tuple[str, ...]]] = {}
+        """Member → command → what it printed each time: the record that evidence is checked against."""
         self._tools: dict[str, tuple[Callable[..., str], str, dict[str, Any]]] = {
             "read_file": (
                 self._read_file,
@@ -171,7 +171,8 @@ class Toolbox:
         started = time.monotonic()
         output = self._run.run(tree, command, timeout_s=min(self._command_s, self._left_s))
         self._left_s -= time.monotonic() - started
-        self.commands.setdefault(self._workspace.members[candidate], {})[command] = output
+        ran = self.commands.setdefault(self._workspace.members[candidate], {})
+        ran[command] = (*ran.get(command, ()), output)
         return self._data(output)
 
 

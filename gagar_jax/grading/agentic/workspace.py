@@ -7,11 +7,14 @@ candidate's tree that is confined and removed (`types.CommandRunner`).
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 
 from gagar_jax.grading import patch as patches
 from gagar_jax.grading.facts import trajectory_facts
 from gagar_jax.types import Group, Trajectory
+
+_log = logging.getLogger(__name__)
 
 BASE = "base"
 
@@ -92,7 +95,8 @@ class Workspace:
         ]
         try:
             facts = trajectory_facts(trajectory, self.group.base_files)
-        except ValueError:
+        except Exception:  # as in `ledger`: it is one member's
+            _log.warning("grading: no facts of %s", trajectory.ticket, exc_info=True)
             return "\n".join([*lines, "  its patch cannot be read"])
         lines.append(
             f"  patch: {facts.lines_added} lines added, {facts.lines_removed} removed, in {len(facts.files)} "

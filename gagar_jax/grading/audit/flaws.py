@@ -12,8 +12,8 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterator
 
+from gagar_jax.grading.parsing import parsed
 from gagar_jax.grading.scan import FunctionNode
-from gagar_jax.types import parse_python
 
 CLEAN = "clean"
 LITERAL = 7919
@@ -53,9 +53,8 @@ def site(path: str, base: str, after: str) -> Site | None:
     """None where the file does not parse, the change lies in no function, or the function is one line."""
     if not path.endswith(".py") or base == after:
         return None
-    try:
-        tree = parse_python(after)
-    except (SyntaxError, ValueError, RecursionError):
+    tree = parsed(after)
+    if isinstance(tree, SyntaxError):
         return None
     line = 1 + _changed(base, after)[0][3]
     around = [
@@ -73,15 +72,11 @@ def same_function(where: Site, text: str) -> Site | None:
     """The site of the function of the same name and turn in another state of the file."""
 
     def named(source: str) -> list[FunctionNode]:
-        nodes = ast.walk(parse_python(source))
-        found = [n for n in nodes if isinstance(n, FunctionNode) and n.name == where.function.name]
+        found = [node for node in _functions(source) if node.name == where.function.name]
         return sorted(found, key=lambda node: node.lineno)
 
-    try:
-        there = named(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    turn = [node.lineno for node in named(where.after)].index(where.function.lineno)
+    there, here = named(text), [node.lineno for node in named(where.after)]
+    turn = here.index(where.function.lineno) if here else len(there)
     if turn >= len(there) or not there[turn].body[_has_docstring(there[turn]) :]:
         return None
     return Site(where.path, where.base, text, there[turn])
@@ -147,9 +142,8 @@ def unrelated_edit(where: Site) -> str | None:
     own = range(where.function.lineno, (where.function.end_lineno or 0) + 1)
     others = [
         node
-        for node in ast.walk(parse_python(where.after))
-        if isinstance(node, FunctionNode)
-        and node.lineno not in own
+        for node in _functions(where.after)
+        if node.lineno not in own
         and where.function.lineno not in range(node.lineno, (node.end_lineno or 0) + 1)
     ]
     for other in sorted(others, key=lambda node: (node.end_lineno or 0) - node.lineno):
@@ -202,6 +196,13 @@ tier 3, and a fix that does not fix, are worst; what changes behaviour or other 
 def _changed(base: str, after: str) -> list[tuple[str, int, int, int, int]]:
     matcher = difflib.SequenceMatcher(None, base.split("\n"), after.split("\n"), autojunk=False)
     return [code for code in matcher.get_opcodes() if code[0] != "equal"]
+
+
+def _functions(text: str) -> list[FunctionNode]:
+    """All functions of a file, in no order; none of one that does not parse."""
+    tree = parsed(text)
+    nodes = () if isinstance(tree, SyntaxError) else ast.walk(tree)
+    return [node for node in nodes if isinstance(node, FunctionNode)]
 
 
 def _has_docstring(function: FunctionNode) -> bool:
@@ -279,13 +280,16 @@ def _respell(text: str, function: FunctionNode) -> str | None:
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     speller = _Respell(next(n for n in ("result", "outcome", "value_to_return_") if n not in used))
     new: list[ast.stmt] = []
-    for statement in copy.deepcopy(body):
-        done = speller.visit(statement)
-        new += done if isinstance(done, list) else [done]
+    try:
+        for statement in copy.deepcopy(body):
+            done = speller.visit(statement)
+            new += done if isinstance(done, list) else [done]
+        spelt = ast.unparse(ast.fix_missing_locations(ast.Module(new, [])))
+    except RecursionError:  # it parsed, but copying and spelling need more stack a level
+        return None
     if not speller.changes:
         return None
     indent = " " * body[0].col_offset
-    spelt = ast.unparse(ast.fix_missing_locations(ast.Module(new, [])))
     if "\n" in "".join(
         n.value for s in body for n in ast.walk(s) if isinstance(n, ast.Constant) and isinstance(n.value, str)
     ):
