@@ -137,13 +137,14 @@ class Facts:
     ms: dict[str, float]
     map: dict[str, frozenset[str]]  # "path::qualified name" → tests that execute it
     passing: frozenset[str]
+    repeatable: frozenset[str]  # tests that pass as often as they are run, and so can have whole twins
     raw: dict[str, Any]  # as another server of the package wants it
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> Facts:
         mapped = {key: frozenset(tests) for key, tests in raw["map"].items()}
         passing = frozenset(test for test, outcome in raw["outcomes"].items() if outcome == "passed")
-        return cls(tuple(raw["tests"]), raw["ms"], mapped, passing, raw)
+        return cls(tuple(raw["tests"]), raw["ms"], mapped, passing, frozenset(raw["repeatable"]), raw)
 
 
 class ServerUnavailable(RuntimeError):

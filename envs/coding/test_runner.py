@@ -7,19 +7,33 @@ without importing anything again.
 Who may be believed. The parent never imports the code under test; it relays what the child wrote to a
 socket, how the child ended, and whether all its descendants are dead. The child is a process in which
 that code runs, so its lines are only claims. They are believed by the host
-(`envs.coding.verification`) when each carries the run's token, each expected test is reported exactly
-once, the canary tests came out as they must, and the child ended normally after its end line.
+(`envs.coding.verification`) when each carries the run's token, they follow the plan, the tests of known
+outcome came out as they must, and the child ended normally after its end line.
 
-Not protected against: code under test that inspects the interpreter closely enough to find the token,
-tell the canaries from real tests, and forge everything in order; and results that are right by
-construction (an object equal to everything). The first needs an attack written for this file; the
-second is what graders are for.
+Tests of known outcome are canaries, with names of their own, and, in a run that a verdict needs, twins: a
+test that must be fixed runs several times under its own name and node id, as the same kind of item in the
+same place; one of these runs is the real one, and the others call the test and then fail. The host draws
+which is which, so a lie that is told by name, node id, file, or by what the test calls makes a twin pass.
+
+Not protected against, all of it within a few lines for who has read this file:
+
+- lies told apart from the twins: by the code object or traceback of what is run (a twin's has a frame of
+  this file), by the order of the copies in the host's request, or by guessing which copy is the real one
+  (one chance in four for a single test, one in 2**n for n tests);
+- a test that does not pass several times in a row on the correct sources, or takes long, or is of a package
+  without a warm server: its twins only fail, without calling it, and lack its class and fixtures;
+- cold, pytest changed at import so that it collects or rewrites one file otherwise, by the file's path;
+- lies about tests that need no fixing: they have no twins;
+- the token found in memory, and every line forged in order; and results that are right by construction
+  (an object equal to everything). The latter is what graders are for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import functools
 import json
 import os
 import random
@@ -160,6 +174,45 @@ def with_canaries(items: list[Any], canaries: dict[str, str]) -> list[Any]:
         module = mixed[max(place - 1, 0)].getparent(pytest.Module)
         mixed.insert(place, pytest.Function.from_parent(module, name=name, callobj=_canary(kind)))
     return mixed
+
+
+def with_twins(items: list[Any], twins: dict[str, dict[str, Any]]) -> list[Any]:
+    """Puts twins beside their tests: node id → `kinds` (how each twin fails), `place`, `whole`.
+
+    The real one is number `place` of the copies. They stand next to each other, so that no fixture which
+    outlives a test is set up more often than without them.
+    """
+    mixed = []
+    for item in items:
+        asked = twins.get(item.nodeid)
+        copies = [_twin(item, kind, asked["whole"]) for kind in asked["kinds"]] if asked else []
+        copies.insert(asked["place"] if asked else 0, item)
+        mixed += copies
+    return mixed
+
+
+def _twin(item: Any, kind: str, whole: bool) -> Any:
+    """An item that looks like the given one and fails: after doing the same, if `whole`."""
+    import pytest
+
+    fail = _canary(kind)
+    if not (whole and isinstance(item, pytest.Function)):
+        hollow = pytest.Function.from_parent(item.getparent(pytest.Module), name=item.name, callobj=fail)
+        hollow._nodeid = item.nodeid  # type: ignore[attr-defined]  # no public way: a method's names its class
+        return hollow
+    twin = copy.copy(item)
+    twin.stash, twin.user_properties, twin._report_sections = pytest.Stash(), [], []
+    twin.__dict__.pop("_instance", None)  # a method's twin has an object of its own
+    real = twin._getobj()
+
+    @functools.wraps(real)
+    def test(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        fail()
+
+    twin._obj = test
+    twin._initrequest()
+    return twin
 
 
 def _canary(kind: str) -> Callable[[], None]:
@@ -341,7 +394,7 @@ def _cold(request: dict[str, Any], settings: dict[str, Any]) -> Callable[[Emit],
     def select_items(items: list[Any]) -> list[Any]:
         canaries = [item for item in items if item.nodeid.partition("::")[0] == request["canary_file"]]
         chosen = [item for item in items if wanted is None or item.nodeid in wanted or item in canaries]
-        return with_canaries(chosen, request["canaries"]) if chosen else []
+        return with_canaries(with_twins(chosen, request["twins"]), request["canaries"]) if chosen else []
 
     def body(emit: Emit) -> None:
         import pytest

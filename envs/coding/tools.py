@@ -28,6 +28,8 @@ GRAMMAR = "use: view NAME | view PATH A-B | search TEXT | edit A-B | insert A | 
 MAX_ACTION_CHARS = 20_000
 MAX_WINDOW_LINES = 60
 MAX_HITS = 4
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What parsing an agent's text may raise; every one of them is the text's fault."""
 _HIT_CHARS = 60
 
 
@@ -81,6 +83,8 @@ def parse_action(text: str) -> Action:
     """Reads an action; anything that is not one comes back as `Malformed`, never as an exception."""
     if len(text) > MAX_ACTION_CHARS:
         return Malformed(f"longer than {MAX_ACTION_CHARS} characters")
+    if _SURROGATE.search(text):  # half a character: no file can hold it
+        return Malformed("characters that are no Unicode text")
     head, _, body = text.partition("\n")
     word, _, argument = head.strip().partition(" ")
     argument = argument.strip()
@@ -108,6 +112,7 @@ def parse_action(text: str) -> Action:
     return Malformed(f"no command {word[:20]!r}" if word else "empty action")
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ONE_LINE = ("view", "search", "test", "submit")
 
 
@@ -356,7 +361,7 @@ def parses(lines: str) -> bool:
 def _parse(text: str) -> ast.Module | None:
     try:
         return parse_python(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNPARSABLE:
         return None
 
 
@@ -365,7 +370,7 @@ def locate(text: str, name: str) -> tuple[int, int] | None:
     """First and last line of a definition, decorators included; by syntax or, failing that, by indent."""
     try:
         tree = parse_python(text)
-    except (SyntaxError, ValueError):
+    except UNPARSABLE:
         return _locate_by_indent(text, name.split(".")[-1])
     found: list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]] = []
     stack: list[tuple[str, ast.AST]] = [("", tree)]
@@ -409,4 +414,6 @@ def syntax_error(text: str) -> SyntaxError | None:
         return error
     except ValueError as error:  # NUL bytes
         return SyntaxError(str(error))
+    except (RecursionError, MemoryError):  # the parser's stack is full; an agent can write that
+        return SyntaxError("nested too deeply")
     return None

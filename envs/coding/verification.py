@@ -147,7 +147,9 @@ class Verifier:
 
         PASSED: every FAIL_TO_PASS test passes, and so does every other test that passes on the correct
         sources (PASS_TO_PASS and the rest of the suite; on the warm path, of those only the tests that
-        execute a changed function). INVALID only where the machinery failed.
+        execute a changed function). On the cold path one that is missing does not pass, nor may a file
+        fail to load; what is so on the correct sources too is excused. INVALID only where the machinery
+        failed.
 
         Args:
           task: a record with `instance_id`, `package`, `FAIL_TO_PASS` and `PASS_TO_PASS`.
@@ -167,10 +169,17 @@ class Verifier:
         def compute() -> Judgement:
             # Most changes solve nothing, and the required tests alone show that.
             report = self._noted(lambda: self._execute(source, kept, required))
-            if report.complete and all(report.results.get(test) == "passed" for test in required):
-                whole = self._noted(lambda: self._execute(source, kept, required, guarded=True))
-                report = dataclasses.replace(whole, wall_ms=report.wall_ms + whole.wall_ms)
-            return _verdict(report, required, self._guards(source, task["PASS_TO_PASS"], required))
+            if not report.complete or any(report.results.get(test) != "passed" for test in required):
+                return _verdict(report, required, [])
+            whole = self._noted(lambda: self._execute(source, kept, required, guarded=True))
+            report = dataclasses.replace(whole, wall_ms=report.wall_ms + whole.wall_ms)
+            broken = _broken(report, self._guards(source, task["PASS_TO_PASS"], required))
+            if broken and report.complete and report.path == "cold":
+                clean = self._clean(source)
+                if clean.fault:
+                    return _verdict(clean, required, [])
+                broken = [test for test in broken if not _excused(test, report, clean)]
+            return _verdict(report, required, broken)
 
         judgement, cached = self._judgements.get(
             (instance_id, digest(kept)), compute, lambda j: j.status is not Status.INVALID
@@ -189,6 +198,11 @@ class Verifier:
         with contextlib.suppress(ServerUnavailable):  # logged and counted where it was first met
             guards |= dict.fromkeys(self._pool.facts(source).passing)
         return [test for test in guards if test not in required]
+
+    def _clean(self, source: Pristine) -> TestReport:
+        """The whole suite, cold, on the correct sources; run once."""
+        key = (source.name, "clean", None)
+        return self._reports.get(key, lambda: self.suite(source.name), lambda r: not r.fault)[0]
 
     def stats(self) -> dict[str, Any]:
         """Counts and median milliseconds by path; causes of cold runs; faults, retries, server starts."""
@@ -228,7 +242,11 @@ class Verifier:
     def _execute(
         self, source: Pristine, kept: Changes, tests: Sequence[str] | None, guarded: bool = False
     ) -> TestReport:
-        """Warm if possible, else cold. `guarded` adds the tests that the changes could break (cold: all)."""
+        """Warm if possible, else cold.
+
+        `guarded`: what a verdict rests on. The tests that the changes could break are added (cold: all),
+        and `tests` get twins.
+        """
         started = time.monotonic()
         if sum(len(content or b"") for content in kept.values()) > _CHANGE_BYTES:
             return TestReport(
@@ -238,16 +256,23 @@ class Verifier:
             return self._warm(source, kept, tests, guarded, started)
         except NeedsCold as cause:
             self._count(f"cold: {cause}")
-        return self._cold(source, kept, None if guarded else tests)
+        return self._cold(source, kept, None if guarded else tests, twinned=(tests or ()) if guarded else ())
 
     def _warm(
         self, source: Pristine, kept: Changes, tests: Sequence[str] | None, guarded: bool, started: float
     ) -> TestReport:
         texts = _texts(source, kept)
         for attempt in (1, 2):
-            run = Run(tests, self._timeout_s, source.test_files())
             try:
                 facts = self._pool.facts(source)
+                twinned = (tests or ()) if guarded else ()
+                run = Run(
+                    tests,
+                    self._timeout_s,
+                    source.test_files(),
+                    twinned=twinned,
+                    repeatable=facts.repeatable,
+                )
                 if not facts.passing.issuperset(tests or ()):
                     raise NeedsCold("a test that does not pass warm on the correct sources")
                 with self._pool.slot(), self._pool.server(source) as server:
@@ -265,9 +290,16 @@ class Verifier:
                 logger.warning("package %s: attempt %d at a warm run broke: %s", source.name, attempt, died)
         raise NeedsCold("the warm server died twice")
 
-    def _cold(self, source: Pristine, kept: Changes, tests: Sequence[str] | None) -> TestReport:
+    def _cold(
+        self, source: Pristine, kept: Changes, tests: Sequence[str] | None, *, twinned: Sequence[str] = ()
+    ) -> TestReport:
         started = time.monotonic()
-        run = Run(tests, self._timeout_s, _files_of(tests, source.test_files()))
+        repeatable: frozenset[str] = frozenset()
+        if twinned:
+            with contextlib.suppress(ServerUnavailable):
+                repeatable = self._pool.facts(source).repeatable
+        files = _files_of(tests, source.test_files())
+        run = Run(tests, self._timeout_s, files, twinned=twinned, repeatable=repeatable)
         try:
             with self._pool.slot(), tempfile.TemporaryDirectory(dir=self._work) as folder:
                 started = time.monotonic()
@@ -315,18 +347,34 @@ def _texts(source: Pristine, kept: Changes) -> dict[str, str]:
     return texts
 
 
-def _verdict(report: TestReport, required: Sequence[str], guards: Sequence[str]) -> Judgement:
+def _broken(report: TestReport, guards: Sequence[str]) -> list[str]:
+    """What passed before and does not now, files that cannot be loaded among it.
+
+    A warm run leaves out the tests that the changes cannot break, a cold one leaves out none.
+    """
+    absent = "passed" if report.path == "warm" else "error"
+    broken = [test for test in guards if report.results.get(test, absent) != "passed"]
+    return list(dict.fromkeys([*report.uncollected, *broken]))
+
+
+def _excused(test: str, report: TestReport, clean: TestReport) -> bool:
+    """Whether a cold run of the correct sources shows the same: an id that differs from run to run, say."""
+    if test in report.uncollected:
+        return test in clean.uncollected
+    return clean.complete and clean.results.get(test) != "passed"
+
+
+def _verdict(report: TestReport, required: Sequence[str], broken: Sequence[str]) -> Judgement:
     ms, path = report.wall_ms, report.path
     if report.fault:
         return Judgement(Status.INVALID, report.why, (), ms, False, path)
     if not report.complete:
         return Judgement(Status.FAILED, report.why, (), ms, False, path)
     unsolved = [test for test in required if report.results.get(test) != "passed"]
-    broken = [test for test in guards if report.results.get(test, "passed") != "passed"]
     if not unsolved and not broken:
         return Judgement(Status.PASSED, "", (), ms, False, path)
     parts = [f"{len(unsolved)} of {len(required)} tests that must be fixed do not pass"] if unsolved else []
     parts += [f"{len(broken)} tests that passed before do not"] if broken else []
-    first = (unsolved + broken)[0]
+    first = [*unsolved, *broken][0]
     detail = f" ({first}: {report.details[first]})" if first in report.details else f" ({first})"
     return Judgement(Status.FAILED, "; ".join(parts) + detail, (*unsolved, *broken), ms, False, path)

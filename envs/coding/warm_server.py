@@ -37,6 +37,7 @@ else:  # the sandbox has these files side by side, and no package `envs`
     from test_runner import Emit
 
 _CPU_FLOOR_S, _CPU_RATIO = 0.5, 10.0
+_REPEATED, _REPEATED_MS = 3, 1000.0  # a test gets whole twins that passes after so many, and is so quick
 
 
 class CallRecorder:
@@ -134,6 +135,7 @@ class Server:
     def __init__(self, settings: dict[str, Any], host: test_runner.Host, recorder: CallRecorder) -> None:
         self._settings, self._host = settings, host
         self._recorder = recorder
+        self._began = time.monotonic()
         self._errors: list[str] = []
         self.started = False
 
@@ -181,15 +183,48 @@ class Server:
                 f"the pristine suite did not run to its end: {reply['ended']}, {reply['status']}"
             )
         outcomes = {line["test"]: line["outcome"] for line in lines if "test" in line}
+        ms = {line["time"]: line["ms"] for line in lines if "time" in line}
         return {
             "tests": list(self._items),
             "errors": self._errors,
             "outcomes": outcomes,
-            "ms": {line["time"]: line["ms"] for line in lines if "time" in line},
+            "repeatable": self._repeatable(outcomes, ms),
+            "ms": ms,
             "map": lines[-1]["map"],
             "import_time": import_time,
             "eager": sorted(self._recorder.eager),
         }
+
+    def _repeatable(self, outcomes: dict[str, str], ms: dict[str, float]) -> list[str]:
+        """Quick tests that pass after whole twins of theirs, which all fail, and spoil no other test.
+
+        None where that cannot be found out in the time there is for starting.
+        """
+        twin = {"kinds": ["assert"] * _REPEATED, "place": _REPEATED, "whole": True}
+        tried = {
+            test: twin
+            for test in self._items
+            if outcomes.get(test) == "passed" and ms.get(test, 0.0) <= _REPEATED_MS
+        }
+
+        def body(emit: Emit) -> None:
+            self._session.config.pluginmanager.register(test_runner.Reporter(emit, list))
+            items = test_runner.with_twins(list(self._items.values()), tried)
+            test_runner.run_items(self._session, items, emit)
+
+        left_s = self._settings["start_s"] - (time.monotonic() - self._began)
+        request = {"token": "repeat", "cpu_s": None, "wall_s": left_s, "output_bytes": 256 << 20}
+        reply = test_runner.supervise(body, request, self._settings)
+        if reply["ended"] != "exit" or reply["status"] != 0:
+            return []
+        runs: dict[str, list[str]] = {}
+        for line in (json.loads(line.split(" ", 2)[2]) for line in reply["lines"]):
+            if "test" in line:
+                runs.setdefault(line["test"], []).append(line["outcome"])
+        # Which test spoiled another is not known: its file is left out.
+        spoiled = {test.partition("::")[0] for test in runs if runs[test][-1] != outcomes.get(test)}
+        proper = [*["failed"] * _REPEATED, "passed"]
+        return [test for test in tried if runs.get(test) == proper and test.partition("::")[0] not in spoiled]
 
     def _learning_body(self, emit: Emit) -> None:
         recorder, everything = self._recorder, list(self._items)
@@ -221,7 +256,8 @@ class Server:
             if missing or not items:
                 emit({"cold": "tests the server does not know"})
                 return
-            _limit_cpu(sum(self._ms.get(test, 0.0) for test in wanted) / 1000)
+            items = test_runner.with_twins(items, request["twins"])
+            _limit_cpu(sum(self._ms.get(item.nodeid, 0.0) for item in items) / 1000)
             self._session.config.pluginmanager.register(test_runner.Reporter(emit, list))
             test_runner.run_items(self._session, test_runner.with_canaries(items, request["canaries"]), emit)
             emit({"end": 0})

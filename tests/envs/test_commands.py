@@ -87,6 +87,6 @@ def test_a_graders_command_runs_the_candidates_own_tree(commands: ConfinedComman
     answer = tools.call("run", json.dumps({"candidate": "c01", "command": f"head -c 40 {task['path']}"}))
     first = base[task["path"]][:40].decode()
     assert first in answer
-    assert first in tools.commands[4][f"head -c 40 {task['path']}"]
+    assert first in tools.commands[4][f"head -c 40 {task['path']}"][0]
     spent = Toolbox(workspace, Fence(), commands, command_s=20, total_command_s=0, limit=5000)
     assert "used up" in spent.call("run", json.dumps({"candidate": "c01", "command": "true"}))

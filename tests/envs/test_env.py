@@ -123,6 +123,32 @@ def test_a_wrong_edit_fails_with_the_tests_named(env: CodeRepairEnv) -> None:
     assert "tests/test_tiny.py::test_clamp" in info["outcome"].failed_tests
 
 
+DEEP = {
+    "signs": "y = " + "-" * 3000 + "1",
+    "attributes": "y = a" + ".b" * 6000,
+    "lambdas": "y = " + "lambda: " * 2000 + "1",
+    "brackets": "y = " + "(" * 3000 + ")" * 3000,
+    "calls": "y = " + "f(" * 150 + ")" * 150,
+    "sums": "y = 1" + "+1" * 6000,
+    "blocks": "\n".join(" " * n + "if 1:" for n in range(120)),
+    "a NUL": "y = '\0'",
+    "half a character": "y = '\ud800'",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("first", ["view clamp", "view tiny/__init__.py 1-30"])
+def test_what_an_agent_writes_is_judged_however_it_parses(env: CodeRepairEnv, name: str, first: str) -> None:
+    """No text of an agent's is a fault of the environment: that would spare it the failure."""
+    start(env, some_task())
+    edit = "edit 7-8\n" + "\n".join(f"    {line}" for line in DEEP[name].split("\n"))
+    for action in (first, edit, "view clamp", "view count_above", "test"):
+        assert env.step(action)[2:4] == (False, False)
+    _, info = finish(env, ["submit"])
+    assert info["outcome"].status is Status.FAILED
+    assert info["outcome"].reason
+
+
 def test_malformed_actions_are_answered_and_cost_a_turn() -> None:
     env = CodeRepairEnv(tiny_tasks(), max_turns=2)
     start(env, some_task())

@@ -58,6 +58,7 @@ def test_actions(text: str, action: tools.Action) -> None:
         "submit\nedit 1",
         "edit 1" + "x" * 30_000,
         "edit 99999999999\nx",
+        "edit 1\nx = '\ud800'",
     ],
 )
 def test_malformed_actions_say_why(text: str) -> None:

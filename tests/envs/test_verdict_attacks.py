@@ -174,6 +174,73 @@ CODE_ATTACKS = {
             return report
         _pytest.reports.TestReport.from_item_and_call = staticmethod(lie)
         """,
+    "reports of one test pass": """
+        import _pytest.reports
+        make = _pytest.reports.TestReport.from_item_and_call
+        def lie(item, call):
+            if "test_clamp" in item.name:
+                call.excinfo = None
+            return make(item, call)
+        _pytest.reports.TestReport.from_item_and_call = staticmethod(lie)
+        """,
+    "one test does nothing": """
+        import _pytest.python
+        run = _pytest.python.Function.runtest
+        def runtest(self):
+            if "test_clamp" not in self.name:
+                run(self)
+        _pytest.python.Function.runtest = runtest
+        """,
+    "one node id passes": """
+        import os, _pytest.runner
+        make = _pytest.runner.CallInfo.from_call.__func__
+        def from_call(cls, func, when, reraise=None):
+            made = make(cls, func, when, reraise)
+            if os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/test_core.py::test_clamp["):
+                made.excinfo = None
+            return made
+        _pytest.runner.CallInfo.from_call = classmethod(from_call)
+        """,
+    "one test of a file does nothing": """
+        import _pytest.python
+        run = _pytest.python.Function.runtest
+        def runtest(self):
+            if self.path.name != "test_core.py" or "value" not in self.fixturenames:
+                run(self)
+        _pytest.python.Function.runtest = runtest
+        """,
+    "reports of a file pass": """
+        import _pytest.reports
+        make = _pytest.reports.TestReport.from_item_and_call
+        def lie(item, call):
+            if item.path.name == "test_core.py":
+                call.excinfo = None
+            return make(item, call)
+        _pytest.reports.TestReport.from_item_and_call = staticmethod(lie)
+        """,
+    "tests that call the function pass": """
+        import sys, _pytest.reports
+        make = _pytest.reports.TestReport.from_item_and_call
+        code, calls = sys.modules["toy.core"].clamp.__code__, []
+        sys.setprofile(lambda frame, event, _: calls.append(1) if frame.f_code is code else None)
+        def lie(item, call):
+            if calls:
+                call.excinfo = None
+            if call.when == "teardown":
+                calls.clear()
+            return make(item, call)
+        _pytest.reports.TestReport.from_item_and_call = staticmethod(lie)
+        """,
+    "asserts of one test are removed": """
+        import ast, _pytest.assertion.rewrite as rewrite
+        keep = rewrite.rewrite_asserts
+        def strip(module, *args, **kwargs):
+            for node in module.body:
+                if isinstance(node, ast.FunctionDef) and node.name == "test_clamp":
+                    node.body = [ast.copy_location(ast.Pass(), node)]
+            keep(module, *args, **kwargs)
+        rewrite.rewrite_asserts = strip
+        """,
     "tests do nothing": """
         import _pytest.python, _pytest.unittest
         _pytest.python.Function.runtest = lambda self: None
@@ -242,6 +309,13 @@ CODE_ATTACKS = {
 }
 TAMPERING = {
     "every report passes": (True, True),
+    "reports of one test pass": (True, True),
+    "one test does nothing": (False, True),  # warm, the failing test runs `runtest` already: it ends first
+    "one node id passes": (False, True),  # so it does when this is called within `from_call`
+    "one test of a file does nothing": (False, True),
+    "reports of a file pass": (True, True),
+    "tests that call the function pass": (True, True),
+    "asserts of one test are removed": (False, True),
     "tests do nothing": (True, True),
     "calls swallow exceptions": (True, True),
     "builtins are replaced": (False, True),  # warm, the real tests are skipped: that is no pass either
@@ -286,6 +360,60 @@ def test_code(verifier: Verifier, name: str, cold: bool) -> None:
     assert verdict.reason
     tampered = "a test of known outcome was reported wrongly: the test framework was tampered with"
     assert (verdict.reason == tampered) is TAMPERING.get(name, (False, False))[cold], verdict
+
+
+# Attacks by name, on tests of other kinds: the bug, the tests it fails, and how a liar would name them.
+KINDS: dict[str, tuple[dict[str, bytes | None], list[str], str]] = {
+    "method": (
+        edit(CORE, "return value * factor", "return value * 7"),
+        ["tests/test_core.py::TestTwice::test_twice", "tests/test_core.py::TestTwice::test_factor"],
+        "TestTwice",
+    ),
+    "unittest": (
+        edit("src/toy/words.py", '("es" if', '("ez" if'),
+        ["tests/test_words.py::WordsTest::test_plural_es"],
+        "test_plural_es",
+    ),
+    "fixture": (
+        edit(CORE, "self.balance = self.balance + amount", "self.balance = self.balance"),
+        ["tests/test_core.py::test_deposit"],
+        "test_deposit",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cold", [False, True], ids=("in_function", "at_import"))
+def test_lies_about_named_tests(verifier: Verifier, kind: str, cold: bool) -> None:
+    bug, tests, name = KINDS[kind]
+    record = {"instance_id": f"{kind}_{cold}", "package": NAME, "FAIL_TO_PASS": tests, "PASS_TO_PASS": []}
+    lie = textwrap.dedent(f"""
+        import _pytest.reports
+        make = _pytest.reports.TestReport.from_item_and_call
+        def lie(item, call):
+            if {name!r} in item.nodeid:
+                call.excinfo = None
+            return make(item, call)
+        _pytest.reports.TestReport.from_item_and_call = staticmethod(lie)
+        """).strip()
+    ((path, content),) = bug.items()
+    assert content is not None
+    text = content.decode()
+    if cold:
+        text += f"\n\n{lie}\n"
+    else:  # at the start of the function with the bug
+        lines, indent = text.split("\n"), 8 if kind == "fixture" else 4
+        line = next(n for n, old in enumerate(FILES[path].split("\n")) if old != lines[n])
+        lines[line:line] = textwrap.indent(lie, " " * indent).split("\n")
+        text = "\n".join(lines)
+    verdict = verifier.judge(record, {path: text.encode()})
+    assert verdict.status is Status.FAILED, verdict
+    assert "tampered" in verdict.reason
+    assert verifier.judge(record, bug).status is Status.FAILED
+    assert verifier.judge(record, {}).status is Status.PASSED
+    commented = {CORE: f"{FILES[CORE]}\nNEW = 1\n".encode()}
+    mended = verifier.judge(record, commented)
+    assert (mended.status, mended.path) == (Status.PASSED, "cold")
 
 
 def test_hangs(packages: Path) -> None:

@@ -162,6 +162,83 @@ def test_breaking_another_function_fails(verifier: Verifier, elsewhere: dict[str
     assert verdict.reason.startswith("1 tests that passed before do not") or "2 tests" in verdict.reason
 
 
+MENDED_BUT: dict[str, dict[str, bytes | None]] = {
+    "another module does not parse": {WORDS: b"def plural(word:\n"},
+    "another module is gone": {WORDS: None},
+    "another module raises": {WORDS: b"raise RuntimeError\n" + FILES[WORDS].encode()},
+    "a neighbour has another name": edit(WORDS, "def plural(", "def plurals("),
+    "what a test file imports is gone": {
+        CORE: FILES[CORE].replace("class Savings(", "class Saving(").encode(),
+    },
+    "a test ends its file": {WORDS: b"import pytest\npytest.skip('no', allow_module_level=True)\n"},
+}
+
+
+@pytest.mark.parametrize("name", MENDED_BUT)
+@pytest.mark.parametrize("imported", [True, False], ids=("imported", "not_imported"))
+def test_tests_that_are_no_longer_there_do_not_pass(tmp_path: Path, name: str, imported: bool) -> None:
+    """The task's own tests pass; those of a file that cannot be loaded, or has fewer tests, do not."""
+    files = dict(FILES)
+    if not imported:  # the package gets along without the module, and only a test file needs it
+        init = "src/toy/__init__.py"
+        files[init] = files[init].replace("from toy import words\n", "")
+        files["tests/test_words.py"] = files["tests/test_words.py"].replace(
+            "from toy import words", "import toy.words as words"
+        )
+        files["tests/test_clamp.py"] = (
+            "from toy import clamp\n\n\ndef test_one():\n    assert clamp(11, 0, 10) == 10\n"
+        )
+    toy_package.write(tmp_path / "packages", files)
+    record = (
+        task()
+        if imported
+        else task() | {"FAIL_TO_PASS": ["tests/test_clamp.py::test_one"], "PASS_TO_PASS": []}
+    )
+    with Verifier(tmp_path / "packages", confinement="auto") as verifier:
+        verdict = verifier.judge(record, MENDED_BUT[name])
+        assert verdict.status is Status.FAILED, verdict
+        assert verdict.reason
+        assert verifier.judge(record, {CORE: FILES[CORE].encode() + b"NEW = 1\n"}).status is Status.PASSED
+
+
+def test_what_is_so_on_the_correct_sources_too_is_excused(tmp_path: Path) -> None:
+    """Ids that differ from run to run, and a test file that never loads: no patch is to blame for them."""
+    odd = """\
+import pytest
+
+@pytest.mark.parametrize("value", [1], ids=[f"at {id(object())} {__import__('os').urandom(4).hex()}"])
+def test_odd(value):
+    assert value
+"""
+    toy_package.write(tmp_path / "packages", FILES | {"tests/test_odd.py": odd})
+    with Verifier(tmp_path / "packages", confinement="auto") as verifier:
+        for line in (b"NEW = 1\n", b"NEW = 2\n"):
+            verdict = verifier.judge(task(), {CORE: FILES[CORE].encode() + line})
+            assert (verdict.status, verdict.path) == (Status.PASSED, "cold"), verdict
+        assert verifier.stats()["cold"]["count"] == 2 * 2 + 1  # the correct sources are run once
+
+
+def test_tests_that_cannot_be_repeated_have_twins_that_leave_them_alone(tmp_path: Path) -> None:
+    once = """\
+import toy
+SEEN = []
+
+def test_once():
+    SEEN.append(1)
+    assert toy.clamp(11, 0, 10) == 10 and len(SEEN) == 1
+"""
+    toy_package.write(tmp_path / "packages", FILES | {"tests/test_once.py": once})
+    record = task() | {"FAIL_TO_PASS": ["tests/test_once.py::test_once"], "PASS_TO_PASS": CLAMP}
+    with Verifier(tmp_path / "packages", confinement="auto") as verifier:
+        for n in range(4):
+            comment = edit(CORE, "    return value\n\n\n@func", f"    return value  # {n}\n\n\n@func")
+            assert verifier.judge(record, comment).status is Status.PASSED
+        assert verifier.judge(record, {CORE: FILES[CORE].encode() + b"NEW = 1\n"}).status is Status.PASSED
+        facts = verifier._pool.facts(verifier.package(NAME))
+        assert "tests/test_once.py::test_once" not in facts.repeatable
+        assert facts.repeatable.issuperset(CLAMP)
+
+
 def test_endless_loops_end_soon(verifier: Verifier) -> None:
     started = time.monotonic()
     report = verifier.run(
