@@ -124,7 +124,8 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
     ) -> tuple[str, dict[str, Any]]:
         """Starts an episode: a fresh working copy and the prompt.
 
-        A fault of the disk or of git is reported by the next `step`, as an INVALID outcome.
+        A fault of the disk or of git is reported as `info["fault"]`, and by the next `step` as an INVALID
+        outcome.
 
         Raises:
           TaskError: there is no such instance_id, or no task to draw from.
@@ -143,7 +144,8 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         except _FAULTS as error:
             text = self._task["problem_statement"]
             self._fault = self._say_fault("reset", error)
-        return text, {"instance_id": instance_id, "tool_s": 0.0}
+        info = {"instance_id": instance_id, "tool_s": 0.0}
+        return text, info | ({"fault": self._fault} if self._fault else {})
 
     def _open(self) -> str:
         template = self._shared.templates.get(self._task)

@@ -273,6 +273,8 @@ class Exchange:
         slot, number = self._slots[result.slot], result.slot // self._config.lane_slots
         lane = self._lanes[number]
         assert slot.ticket is not None
+        if fault := result.info.get("fault"):  # what came with it may not be the prompt
+            return self._invalid(result.slot, "environment_raised", str(fault))
         if lane.tokens is None:
             tokens = prompt_tokens(self._tokenizer, result.observation)
             if len(tokens) > self._config.max_prompt:

@@ -253,8 +253,9 @@ def test_an_infrastructure_fault_is_an_invalid_outcome(
     assert "No space left" in info["outcome"].reason
     with monkeypatch.context() as patch:
         patch.setattr(shared.Template, "workspace", full)
-        prompt, _ = env.reset(options={"instance_id": some_task()["instance_id"]})
+        prompt, info = env.reset(options={"instance_id": some_task()["instance_id"]})
     assert prompt
+    assert "No space left" in info["fault"]
     *_, info = env.step("submit")
     assert info["outcome"].status is Status.INVALID
     _, fix = start(env, some_task())

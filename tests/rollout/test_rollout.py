@@ -35,6 +35,8 @@ class EchoEnv(gymnasium.Env[str, str]):
     observation_space = gymnasium.spaces.Text(1000)
     action_space = gymnasium.spaces.Text(1000)
 
+    resets: ClassVar[int] = 0
+
     def __init__(self, delay_s: float = 0.0, fail_on: str = "") -> None:
         self._delay_s, self._fail_on = delay_s, fail_on
 
@@ -46,6 +48,10 @@ class EchoEnv(gymnasium.Env[str, str]):
         self._task, self._turns = options["instance_id"], 0
         if self._task == self._fail_on == "broken-reset":
             raise OSError("disk on fire")
+        if self._task == "faulty-once" and self._fail_on:
+            EchoEnv.resets += 1
+            if EchoEnv.resets == 1:
+                return "no prompt at all", {"fault": "disk on fire"}
         return f"task {self._task}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -154,6 +160,18 @@ def test_a_broken_environment_is_isolated(parts: Any, where: str) -> None:
         assert t.valid == (t.ticket.group == 0)
     assert "disk on fire" in trajectories[-1].outcome.reason
     assert exchange.counts["invalid_environment_raised"] == 3
+
+
+def test_a_fault_of_one_member_is_its_own(parts: Any) -> None:
+    """Also of the first, whose text would be the group's prompt."""
+    EchoEnv.resets = 0
+    trajectories, exchange = run(parts, [Prompt(0, "faulty-once", (0, 1, 2, 3))], fail_on="faulty-once!")
+    assert sorted(t.valid for t in trajectories) == [False, True, True, True]
+    assert {t.prompt for t in trajectories if t.valid} == {"task faulty-once"}
+    assert (exchange.counts["invalid_environment_raised"], exchange.counts["invalid_prompts_differ"]) == (
+        1,
+        0,
+    )
 
 
 def test_a_prompt_too_long_is_refused_by_name(parts: Any) -> None:
