@@ -155,11 +155,11 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
         tasks.set_state(found.extra["tasks"])
     first = int(state.step)
     run.metrics.rewind("rl", first)
-    drawn_before, step = tasks.get_state(), first
+    begun = first, tasks.get_state()  # together, so that no interrupt can fall between them
     with run.console.phase("reinforce", total=config.train.steps, first=first):
         try:
             for step in range(first, config.train.steps):
-                drawn_before = tasks.get_state()
+                begun = step, tasks.get_state()
                 batch_tasks = [next(tasks) for _ in range(config.rollout.groups)]
                 started = time.monotonic()
                 collected = _collect(run, state, service, batch_tasks, step)
@@ -190,8 +190,8 @@ def _reinforce(run: Run, warm: Any) -> TrainState:
             # Where the rollout was cut, the weights stand at the last step's end, and what finished since is
             # in the journal of the step under way. Where more was cut, the step is done again from the last
             # checkpoint and the journals, with its record.
-            if not state.step.is_deleted() and first < int(state.step) == step:
-                checkpoints.save(int(state.step), state, {"tasks": drawn_before})
+            if not state.step.is_deleted() and first < int(state.step) == begun[0]:
+                checkpoints.save(begun[0], state, {"tasks": begun[1]})
             raise
         finally:
             service.close()

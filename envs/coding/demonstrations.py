@@ -37,7 +37,7 @@ SLOPPY = {
     "rewrite": 1,
 }
 """The styles beside "clean", and how often each is shown. Most keep to the one edit that repairs and leave
-something beside it: a small policy can pass in them as often as cleanly, which is what lets a grader teach.
+something beside it, so that a small policy can pass in them too: a grader needs passes that differ.
 `test_after` is careful rather than sloppy, but costs a turn."""
 
 _COMMENTS = ("fix", "fixed", "fix the bug", "this was wrong")

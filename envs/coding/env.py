@@ -16,7 +16,7 @@ from typing import Any, Literal
 import gymnasium
 from gymnasium import spaces
 
-from envs.coding import tools
+from envs.coding import actions, tools
 from envs.coding.shared import acquire
 from envs.coding.tasks import PackageTree, TaskError, test_name
 from envs.coding.workspace import WorkspacePathError
@@ -99,7 +99,7 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         self.tool_time_s = tool_time_s
         self.observation_chars = observation_chars
         self.locate = locate
-        self.action_space = AnyText(tools.MAX_ACTION_CHARS, min_length=0)
+        self.action_space = AnyText(actions.MAX_ACTION_CHARS, min_length=0)
         self.observation_space = AnyText(2 * observation_chars + 1000, min_length=0)
         self._shared, self._give_back = acquire(Path(tasks_dir), confinement, servers=servers)
         self._choices = sorted(i for i, task in self._shared.tasks.items() if split in (None, task["split"]))
@@ -162,11 +162,11 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         """
         if self._over:
             raise gymnasium.error.ResetNeeded("the episode is over: call reset first")
-        parsed = tools.parse_action(action)
+        parsed = actions.parse_action(action)
         self._turns += 1
         info: dict[str, Any] = {
             "instance_id": self._task["instance_id"],
-            "malformed": isinstance(parsed, tools.Malformed),
+            "malformed": isinstance(parsed, actions.Malformed),
             "tool_s": 0.0,
         }
         observation = ""
@@ -185,26 +185,26 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         submitted = stop is StopReason.SUBMITTED
         return observation, reward, submitted, not submitted, info
 
-    def _act(self, action: tools.Action) -> str:
+    def _act(self, action: actions.Action) -> str:
         editor = self._editor
         assert editor is not None
         match action:
-            case tools.Malformed(why):
-                return f"{why}. {tools.GRAMMAR}"
-            case tools.View(name):
+            case actions.Malformed(why):
+                return f"{why}. {actions.GRAMMAR}"
+            case actions.View(name):
                 return editor.view(name)
-            case tools.ViewLines(path, first, last):
+            case actions.ViewLines(path, first, last):
                 return editor.view_lines(path, first, last)
-            case tools.Search(text):
+            case actions.Search(text):
                 return editor.search(text)
-            case tools.Edit():
+            case actions.Edit():
                 try:
                     return editor.edit(action)
                 except WorkspacePathError as error:
                     return str(error)
-            case tools.RunTests():
+            case actions.RunTests():
                 return self._run_tests(editor)
-            case tools.Submit():
+            case actions.Submit():
                 return ""
 
     def _run_tests(self, editor: tools.Editor) -> str:
@@ -230,10 +230,10 @@ class CodeRepairEnv(gymnasium.Env[str, str]):
         changed = {path: broken, **workspace.changed()}
         return {name: data for name, data in changed.items() if pristine.get(name) != data}
 
-    def _stop(self, action: tools.Action) -> StopReason | None:
+    def _stop(self, action: actions.Action) -> StopReason | None:
         if self._fault:
             return StopReason.FAULT
-        if isinstance(action, tools.Submit):
+        if isinstance(action, actions.Submit):
             return StopReason.SUBMITTED
         if self._tool_s >= self.tool_time_s:
             return StopReason.TOOL_TIME_LIMIT

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from envs.coding import build, demonstrations, tasks
+from envs.coding.actions import GRAMMAR
 from envs.coding.commands import ConfinedCommands
 from envs.coding.demonstrations import Problem
 from envs.coding.shared import make_prompt
-from envs.coding.tools import GRAMMAR
 from envs.coding.workspace import scratch_folder
 from envs.sandbox import ConfinementError, detect
 from gagar_jax.types import Demonstration

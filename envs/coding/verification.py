@@ -91,7 +91,8 @@ class Verifier:
         self.close()
 
     def close(self) -> None:
-        """Ends the servers and removes every temporary file."""
+        """Ends the servers and removes every temporary file. The log gets the statistics."""
+        logger.info("verdicts: %s", self.stats())
         self._pool.close()
         self._box.close()
         self._temporary.cleanup()

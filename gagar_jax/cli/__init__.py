@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gagar_jax.cli.graders import grading_commands
-from gagar_jax.cli.shape import Commands, Parser, command, configured, settings_of, take
+from gagar_jax.cli.shape import Commands, Parser, command, configured, settings_of, take, take_settings
 from gagar_jax.types import UserError
 
 _TRAIN = """\
@@ -125,7 +125,7 @@ def _eval_command(commands: Commands[Parser]) -> None:
     )
     parser.usage = "gagar eval RUN_DIR [--stage rl|sft] [--any.setting value ...]"
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run; it comes first")
-    parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    take_settings(parser)
     parser.set_defaults(run=_run_eval, command="eval")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gagar_jax.cli.shape import Commands, Parser, command, settings_of
+from gagar_jax.cli.shape import Commands, Parser, command, settings_of, take_settings
 from gagar_jax.types import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def grading_commands(commands: Commands[Parser]) -> None:
     source = "a run folder, or a file such as RUN_DIR/trajectories/eval_rl_train.jsonl; it comes first"
     for parser in (grade, audit):
         parser.add_argument("source", metavar="SOURCE", type=Path, help=source)
-        parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        take_settings(parser)
 
 
 def _duel_command(commands: Commands[Parser]) -> None:
@@ -80,7 +80,7 @@ def _duel_command(commands: Commands[Parser]) -> None:
             type=Path,
             help="a run folder, or a file such as RUN_DIR/trajectories/eval_sft_train.jsonl",
         )
-    parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    take_settings(parser)
     parser.set_defaults(run=_run_duel, command="duel")
 
 

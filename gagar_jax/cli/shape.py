@@ -58,8 +58,13 @@ def configured(
     )
     parser.usage = f"gagar {name} CONFIG [--run-dir DIR] [--confinement KIND] [--any.setting value ...]"
     parser.add_argument("config", metavar="CONFIG", help=f"a YAML file such as {config}; it comes first")
-    parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    take_settings(parser)
     parser.set_defaults(run=run, command=name)
+
+
+def take_settings(parser: Parser) -> None:
+    """Whatever follows the positional arguments is settings, read when the command runs."""
+    parser.add_argument("settings", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def settings_of(parsed: argparse.Namespace, path: Path, arguments: Sequence[str]) -> Config:

@@ -103,7 +103,12 @@ class GradingService:
                     self._give_up(job, "forgotten before its verdict came")
 
     def close(self) -> None:
-        """Lets idle workers end, and closes a grader that can be. Calls under way are not waited for."""
+        """Lets idle workers end, and closes a grader that can be. Calls under way are not waited for.
+
+        The log gets the counts.
+        """
+        told = ", ".join(f"{count} {name}" for name, count in self.counts().items() if count)
+        _log.info("grading: %s", told or "nothing to tell")
         with self._changed:
             for _ in range(self._workers):
                 self._queue.put(None)
@@ -262,12 +267,12 @@ class GradingService:
     def counts(self) -> dict[str, int]:
         """Since the start: graded, each cause of `Ungraded`, late_arrivals, dropped_claims, and faults.
 
-        `unkept` are records that the grader could not write down.
+        `unkept` are records that the grader could not write down; `reused`, verdicts given again.
         """
         names = ("graded", *Ungraded, "late_arrivals", "dropped_claims", "unsubmitted", "redeem_failures")
         with self._changed:
             counts = {str(name): self._counts[str(name)] for name in names}
-        return counts | {"unkept": int(getattr(self._grader, "unkept", 0))}
+        return counts | {name: int(getattr(self._grader, name, 0)) for name in ("unkept", "reused")}
 
     def metrics(self, group_tickets: Sequence[int]) -> dict[str, float]:
         """`ledger.metrics` of one step's groups; ids that are not held (padding, say) are left out."""

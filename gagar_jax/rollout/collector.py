@@ -21,7 +21,7 @@ from gagar_jax.data.tokenizer import Tokenizer
 from gagar_jax.files import write_atomic, writing
 from gagar_jax.rollout.exchange import EnvPool, Exchange, Finished, Prompt, collect
 from gagar_jax.rollout.sampler import Sampler
-from gagar_jax.types import Group, to_json, trajectory_from_json
+from gagar_jax.types import Group, UserError, to_json, trajectory_from_json
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Journal:
                     found.append(finished)
                     kept.append(line)
             except (ValueError, KeyError) as error:
-                raise ValueError(
-                    f"{self.path}, line {number}: not a trajectory ({error}); remove the file"
+                raise UserError(
+                    f"{self.path}, line {number}: not a trajectory ({error!r}); move the file away"
                 ) from None
         if len(kept) < len(lines) - 1:
             others = len(lines) - 1 - len(kept)
@@ -92,7 +92,6 @@ class Collected:
     """Groups in ticket order, and what collecting them cost."""
 
     groups: list[Group]
-    reused: int  # trajectories found in the journal
     counts: dict[str, int]
     wait_s: float  # the device idle for the environments
 
@@ -177,7 +176,7 @@ class Collector:
         if done < total:
             collect(self._sampler, params, jax.random.fold_in(self._key, stage), exchange)
         groups = [_group(number, by_number[number], parts[number]) for number in by_number]
-        return Collected(groups, reused, dict(exchange.counts), exchange.wait_s)
+        return Collected(groups, dict(exchange.counts), exchange.wait_s)
 
 
 def _group(number: int, task: dict[str, Any], parts: dict[int, Finished]) -> Group:

@@ -17,29 +17,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.experimental import io_callback
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from gagar_jax.algo import loss as losses
 from gagar_jax.algo.advantage import GroupAdvantages, group_advantages
-from gagar_jax.algo.logprob import token_logprobs
 from gagar_jax.config import Config
 from gagar_jax.data.packing import Rows, TrainBatch
 from gagar_jax.model import sharding
-from gagar_jax.model.transformer import Transformer, forward
+from gagar_jax.train.gradients import (
+    Graph,
+    LossRows,
+    Metrics,
+    Sums,
+    Weights,
+    accumulate,
+    ahead,
+    predict,
+    update,
+)
 from gagar_jax.train.state import (
     TrainState,
     learning_rate,
     make_optimizer,
     state_shardings,
-    updates_applied,
 )
-
-Graph = nnx.GraphDef[Transformer]
-Metrics = dict[str, jax.Array]
-Weights = tuple[nnx.State, optax.OptState]
 
 Redeem = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
 """(ticket_N, member_N, ticket_G) → (quality_N float32, external_N int32, graded_G int32).
@@ -58,31 +61,6 @@ class Credit(NamedTuple):
     graded_G: jax.Array  # bool
     scale_G: jax.Array
     capped_G: jax.Array  # bool
-
-
-class _LossRows(NamedTuple):
-    """Rows with what the loss needs at position t to judge its prediction of token t + 1."""
-
-    tokens_BT: jax.Array
-    position_BT: jax.Array
-    segment_BT: jax.Array
-    prefix_BT: jax.Array | None
-    target_BT: jax.Array
-    weight_BT: jax.Array
-    behaviour_BT: jax.Array
-    advantage_BT: jax.Array
-    fresh_BT: jax.Array
-
-
-class _Sums(NamedTuple):
-    loss: losses.LossSums
-    gap_max: jax.Array  # |log π − log μ| over fresh tokens
-
-    def __add__(self, other: _Sums) -> _Sums:  # type: ignore[override]
-        return _Sums(losses.add(self.loss, other.loss), jnp.maximum(self.gap_max, other.gap_max))
-
-
-LossFn = Callable[[nnx.State, _LossRows], tuple[jax.Array, _Sums]]
 
 
 def make_train_step(
@@ -106,8 +84,8 @@ def make_train_step(
     optimizer = make_optimizer(settings.optimizer, settings.updates)
     schedule = learning_rate(settings.optimizer, settings.updates)
 
-    def policy_loss(params: nnx.State, rows: _LossRows) -> tuple[jax.Array, _Sums]:
-        logprob_BT, entropy_BT = _predict(
+    def policy_loss(params: nnx.State, rows: LossRows) -> tuple[jax.Array, Sums]:
+        logprob_BT, entropy_BT = predict(
             graph,
             params,
             rows,
@@ -126,7 +104,7 @@ def make_train_step(
         )
         gap = jnp.abs(jax.lax.stop_gradient(logprob_BT) - rows.behaviour_BT)
         gap_max = jnp.max(jnp.where(rows.fresh_BT, gap, 0.0))
-        return sums.loss - settings.entropy_coef * sums.entropy, _Sums(sums, gap_max)
+        return sums.loss - settings.entropy_coef * sums.entropy, Sums(sums, gap_max)
 
     def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics, Credit]:
         with jax.named_scope("redeem"):
@@ -146,13 +124,13 @@ def make_train_step(
             )
         rows = _policy_rows(batch, advantages, state.step)
 
-        def update(carry: Weights, _: None) -> tuple[Weights, tuple[_Sums, Metrics]]:
-            sums, grads = _accumulate(policy_loss, carry[0], rows, settings.microbatch_rows, mesh)
-            weights, metrics = _update(optimizer, schedule, carry, grads, sums.loss.weight)
+        def one_pass(carry: Weights, _: None) -> tuple[Weights, tuple[Sums, Metrics]]:
+            sums, grads = accumulate(policy_loss, carry[0], rows, settings.microbatch_rows, mesh)
+            weights, metrics = update(optimizer, schedule, carry, grads, sums.loss.weight)
             return weights, (sums, metrics)
 
         weights, (sums, metrics) = jax.lax.scan(
-            update, (state.params, state.opt_state), length=settings.updates_per_batch
+            one_pass, (state.params, state.opt_state), length=settings.updates_per_batch
         )
         credit = Credit(
             advantages.advantage_N,
@@ -196,8 +174,8 @@ def make_sft_step(
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
     schedule = learning_rate(config.sft.optimizer, config.sft.steps)
 
-    def supervised_loss(params: nnx.State, rows: _LossRows) -> tuple[jax.Array, _Sums]:
-        logprob_BT, entropy_BT = _predict(
+    def supervised_loss(params: nnx.State, rows: LossRows) -> tuple[jax.Array, Sums]:
+        logprob_BT, entropy_BT = predict(
             graph,
             params,
             rows,
@@ -209,24 +187,24 @@ def make_sft_step(
         sums = losses.zero_sums()._replace(
             loss=total, weight=jnp.sum(rows.weight_BT), entropy=jnp.sum(rows.weight_BT * entropy_BT)
         )
-        return total, _Sums(sums, jnp.zeros((), jnp.float32))
+        return total, Sums(sums, jnp.zeros((), jnp.float32))
 
     def step(state: TrainState, batch: Rows) -> tuple[TrainState, Metrics]:
-        weight_BT = _ahead(batch.loss_mask_BT).astype(jnp.float32)
+        weight_BT = ahead(batch.loss_mask_BT).astype(jnp.float32)
         nothing = jnp.zeros_like(weight_BT)
-        rows = _LossRows(
+        rows = LossRows(
             batch.tokens_BT,
             batch.position_BT,
             batch.segment_BT,
             batch.prefix_BT,
-            target_BT=_ahead(batch.tokens_BT),
+            target_BT=ahead(batch.tokens_BT),
             weight_BT=weight_BT,
             behaviour_BT=nothing,
             advantage_BT=nothing,
             fresh_BT=nothing > 0,
         )
-        sums, grads = _accumulate(supervised_loss, state.params, rows, batch.tokens_BT.shape[0], mesh)
-        weights, update = _update(
+        sums, grads = accumulate(supervised_loss, state.params, rows, batch.tokens_BT.shape[0], mesh)
+        weights, updated = update(
             optimizer, schedule, (state.params, state.opt_state), grads, sums.loss.weight
         )
         metrics = {
@@ -234,7 +212,7 @@ def make_sft_step(
             "entropy": losses.mean(sums.loss.entropy, sums.loss.weight),
             "loss_tokens": sums.loss.weight,
         }
-        return TrainState(*weights, state.step + 1), metrics | update
+        return TrainState(*weights, state.step + 1), metrics | updated
 
     shardings = state_shardings(config.model, optimizer, mesh)
     by_row = sharding.named(mesh, "batch", "tokens")
@@ -271,103 +249,25 @@ def _redeem(redeem: Redeem, batch: TrainBatch) -> tuple[jax.Array, jax.Array, ja
     return quality_N, external_N != 0, graded_G != 0
 
 
-def _ahead(x_BT: jax.Array) -> jax.Array:
-    """x[b, t + 1] at [b, t], and 0 in the last column: what position t predicts."""
-    return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))
-
-
-def _policy_rows(batch: TrainBatch, advantages: GroupAdvantages, step: jax.Array) -> _LossRows:
+def _policy_rows(batch: TrainBatch, advantages: GroupAdvantages, step: jax.Array) -> LossRows:
     advantage_BT, mask_BT = losses.fan_out(advantages, batch.trajectory_id_BT, batch.loss_mask_BT)
     weight_BT = losses.token_weights(
         mask_BT, batch.trajectory_id_BT, batch.group_id_N, num_groups=batch.ticket_G.shape[0]
     )
-    return _LossRows(
+    return LossRows(
         batch.tokens_BT,
         batch.position_BT,
         batch.segment_BT,
         batch.prefix_BT,
-        target_BT=_ahead(batch.tokens_BT),
-        weight_BT=_ahead(weight_BT),
-        behaviour_BT=_ahead(batch.sampler_logprob_BT),
-        advantage_BT=_ahead(advantage_BT),
-        fresh_BT=_ahead(mask_BT & (batch.version_BT == step)),
+        target_BT=ahead(batch.tokens_BT),
+        weight_BT=ahead(weight_BT),
+        behaviour_BT=ahead(batch.sampler_logprob_BT),
+        advantage_BT=ahead(advantage_BT),
+        fresh_BT=ahead(mask_BT & (batch.version_BT == step)),
     )
 
 
-def _predict(
-    graph: Graph, params: nnx.State, rows: _LossRows, **settings: Any
-) -> tuple[jax.Array, jax.Array]:
-    """(log π of each next token, entropy of its distribution), [B, T] float32."""
-    model = nnx.merge(graph, params)
-    hidden_BTD = forward(model, rows.tokens_BT, rows.position_BT, rows.segment_BT, rows.prefix_BT)
-    with jax.named_scope("logprobs"):
-        return token_logprobs(hidden_BTD, model.unembedding(), rows.target_BT, **settings)
-
-
-def _accumulate(
-    loss_fn: LossFn, params: nnx.State, rows: _LossRows, microbatch_rows: int, mesh: Mesh
-) -> tuple[_Sums, nnx.State]:
-    """Sums of the loss and of its gradient over all rows, `microbatch_rows` at a time.
-
-    Microbatches without a token of weight (padding up to the bucket, dropped groups) cost nothing.
-    """
-    total, shards = rows.tokens_BT.shape[0], mesh.shape["data"]
-    size = min(microbatch_rows, total)
-    if total % size or size % shards:
-        raise ValueError(
-            f"{total} rows in microbatches of {size} over {shards} devices (mesh.data): each must divide the "
-            "one before it; change train.row_bucket or train.microbatch_rows"
-        )
-    split = NamedSharding(mesh, PartitionSpec(None, "data"))
-
-    def microbatches(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x.reshape(total // size, size, *x.shape[1:]), split)
-
-    def add(carry: tuple[_Sums, nnx.State], part: _LossRows) -> tuple[tuple[_Sums, nnx.State], None]:
-        def run() -> tuple[_Sums, nnx.State]:
-            (_, sums), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, part)
-            return carry[0] + sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), carry[1], grads)
-
-        return jax.lax.cond(jnp.any(part.weight_BT > 0), run, lambda: carry), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    start = (_Sums(losses.zero_sums(), jnp.zeros((), jnp.float32)), zeros)
-    (sums, grads), _ = jax.lax.scan(add, start, jax.tree.map(microbatches, rows))
-    return sums, grads
-
-
-def _update(
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    weights: Weights,
-    grad_sums: nnx.State,
-    weight: jax.Array,
-) -> tuple[Weights, Metrics]:
-    """Divides once, then applies the optimizer; with no weight, or no finite gradient, changes nothing."""
-    before, opt_state_before = weights
-    with jax.named_scope("update"):
-        grads = jax.tree.map(lambda g, p: losses.mean(g, weight).astype(p.dtype), grad_sums, before)
-        grad_norm = optax.tree.norm(grads)
-        applied = (weight > 0) & jnp.isfinite(grad_norm)
-
-        def apply() -> Weights:
-            # optax promotes counters (int32) and scalars to float32 implicitly; everything of ours does not.
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, opt_state = optimizer.update(grads, opt_state_before, before)
-                return optax.apply_updates(before, updates), opt_state
-
-        params, opt_state = jax.lax.cond(applied, apply, lambda: weights)
-    with jax.numpy_dtype_promotion("standard"):
-        rate = jnp.asarray(schedule(updates_applied(opt_state_before)), jnp.float32)
-    metrics = {
-        "grad_norm": grad_norm,
-        "lr": rate,
-        "update_applied": applied.astype(jnp.float32),
-    }
-    return (params, opt_state), metrics
-
-
-def _token_metrics(sums: _Sums) -> Metrics:
+def _token_metrics(sums: Sums) -> Metrics:
     """Means over the tokens in the loss; the maximum over the fresh ones. Of a batch's first pass."""
     total = sums.loss
     return {
@@ -378,7 +278,7 @@ def _token_metrics(sums: _Sums) -> Metrics:
     }
 
 
-def _drift_metrics(sums: _Sums) -> Metrics:
+def _drift_metrics(sums: Sums) -> Metrics:
     """How far the policy is from the one that sampled, of a batch's last pass: before its last update."""
     total = sums.loss
     return {

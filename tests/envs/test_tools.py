@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.coding import tools
-from envs.coding.tools import Edit, Editor, Malformed, RunTests, Search, Submit, View, ViewLines, parse_action
+from envs.coding import actions, tools
+from envs.coding.actions import Edit, Malformed, RunTests, Search, Submit, View, ViewLines, parse_action
+from envs.coding.tools import Editor
 from envs.coding.workspace import Template, Templates, WorkspacePathError
 from tests.envs.tiny import SOURCE, tiny_tasks
 
@@ -34,7 +35,7 @@ from tests.envs.tiny import SOURCE, tiny_tasks
         ("insert 0\nx", Edit(1, 0, ("x",))),
     ],
 )
-def test_actions(text: str, action: tools.Action) -> None:
+def test_actions(text: str, action: actions.Action) -> None:
     assert parse_action(text) == action
 
 

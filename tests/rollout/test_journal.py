@@ -9,6 +9,7 @@ import pytest
 
 from gagar_jax.rollout.collector import Journal
 from gagar_jax.rollout.exchange import Finished
+from gagar_jax.types import UserError
 from tests.trajectories import make_groups
 
 (GROUP,) = make_groups("pfp")
@@ -59,5 +60,5 @@ def test_a_torn_last_line_is_dropped_and_other_damage_is_named(tmp_path: Path) -
     path.write_bytes(whole[:-30])
     assert len(Journal(path, "aa").read({})) == 2
     path.write_bytes(b"{}\n" + whole)
-    with pytest.raises(ValueError, match=r"journal, line 1: not a trajectory"):
+    with pytest.raises(UserError, match=r"journal, line 1: not a trajectory"):
         Journal(path, "aa").read({})
